@@ -1,0 +1,7 @@
+//! One module a subcommand: its arguments and its `run`.
+
+pub mod attach;
+pub mod detach;
+pub mod doctor;
+pub mod status;
+pub mod trace;

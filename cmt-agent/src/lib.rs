@@ -1,0 +1,3 @@
+//! The host side of cmt: tracing, attaching, reporting.
+
+pub mod commands;

@@ -1,0 +1,44 @@
+//! The `cmt` command.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use cmt_agent::commands::{attach, detach, doctor, status, trace};
+
+/// Shows how much time live GPU processes lose in pageable copies, and takes it back without a restart.
+#[derive(Parser)]
+#[command(version, max_term_width = 80)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Trace(trace::Args),
+    Attach(attach::Args),
+    Detach(detach::Args),
+    Status(status::Args),
+    Doctor(doctor::Args),
+}
+
+fn run(command: Command) -> anyhow::Result<()> {
+    match command {
+        Command::Trace(args) => trace::run(args),
+        Command::Attach(args) => attach::run(args),
+        Command::Detach(args) => detach::run(args),
+        Command::Status(args) => status::run(args),
+        Command::Doctor(args) => doctor::run(args),
+    }
+}
+
+fn main() -> ExitCode {
+    env_logger::init();
+    match run(Cli::parse().command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("cmt: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

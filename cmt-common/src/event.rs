@@ -1,0 +1,175 @@
+//! What the probes hand to the host: keys and values of the BPF maps, and the cookie that tells a probe what it is on.
+//!
+//! All structures are `repr(C)` without padding, since both sides read them as bytes.
+
+use crate::api::{AllocEffect, AllocFn, COPY_FNS, CopyFn, DirectionFrom, Layer, MemoryKind, Shape};
+use crate::histogram::BUCKETS;
+
+/// Key of one histogram: a process, a function and the class of its copies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(C)]
+pub struct CopyKey {
+    /// Process id (tgid) as the host sees it.
+    pub pid: u32,
+    /// Position in [`COPY_FNS`].
+    pub function: u16,
+    /// [`crate::api::Direction`] as a number.
+    pub direction: u8,
+    /// [`MemoryKind`] of the host side as a number.
+    pub memory: u8,
+    /// See [`crate::histogram::size_class_of`].
+    pub size_class: u8,
+    /// Zero.
+    pub _pad: [u8; 7],
+}
+
+/// What is counted under one [`CopyKey`]. Times and the histogram cover successful calls only.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct CopyStat {
+    /// All calls, failed ones included.
+    pub calls: u64,
+    /// Calls that returned another code than 0.
+    pub errors: u64,
+    /// Bytes of successful calls.
+    pub bytes: u64,
+    /// Sum of the latencies.
+    pub total_ns: u64,
+    /// The longest latency.
+    pub max_ns: u64,
+    /// Latencies by [`crate::histogram::bucket_of`].
+    pub buckets: [u64; BUCKETS],
+}
+
+/// Where the direction of a call stands, as it travels in a cookie.
+pub const DIRECTION_ADDRESSES: u8 = 5;
+/// The direction is a `cudaMemcpyKind` argument.
+pub const DIRECTION_KIND: u8 = 6;
+
+/// Shapes as they travel in a cookie.
+pub const SHAPE_LINEAR: u8 = 0;
+/// See [`Shape::Pitched`].
+pub const SHAPE_PITCHED: u8 = 1;
+/// See [`Shape::DriverStruct2D`].
+pub const SHAPE_DRIVER_2D: u8 = 2;
+/// See [`Shape::DriverStruct3D`].
+pub const SHAPE_DRIVER_3D: u8 = 3;
+/// See [`Shape::RuntimeStruct3D`].
+pub const SHAPE_RUNTIME_3D: u8 = 4;
+
+/// No such argument.
+pub const NO_ARG: u8 = 15;
+
+/// What a copy probe knows of its function: an entry of [`COPY_FNS`] in the 64 bits of a BPF cookie.
+///
+/// BPF programs read no table with strings in it; the host packs what they need.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CopyCookie(pub u64);
+
+impl CopyCookie {
+    /// The cookie of the function at position `index` of [`COPY_FNS`].
+    pub const fn new(index: usize) -> Self {
+        let function: CopyFn = COPY_FNS[index];
+        let (direction, kind_arg) = match function.direction {
+            DirectionFrom::Fixed(direction) => (direction as u8, NO_ARG),
+            DirectionFrom::Kind(arg) => (DIRECTION_KIND, arg),
+            DirectionFrom::Addresses => (DIRECTION_ADDRESSES, NO_ARG),
+        };
+        let (shape, dst, src, bytes, height) = match function.shape {
+            Shape::Linear { dst, src, bytes } => (SHAPE_LINEAR, dst, src, bytes, NO_ARG),
+            Shape::Pitched {
+                dst,
+                src,
+                width,
+                height,
+            } => (SHAPE_PITCHED, dst, src, width, height),
+            Shape::DriverStruct2D => (SHAPE_DRIVER_2D, NO_ARG, NO_ARG, NO_ARG, NO_ARG),
+            Shape::DriverStruct3D => (SHAPE_DRIVER_3D, NO_ARG, NO_ARG, NO_ARG, NO_ARG),
+            Shape::RuntimeStruct3D => (SHAPE_RUNTIME_3D, NO_ARG, NO_ARG, NO_ARG, NO_ARG),
+        };
+        let runtime = matches!(function.layer, Layer::Runtime) as u64;
+        let asynchronous = function.stream.is_some() as u64;
+        Self(
+            index as u64
+                | (direction as u64) << 16
+                | (kind_arg as u64) << 20
+                | (shape as u64) << 24
+                | (dst as u64) << 28
+                | (src as u64) << 32
+                | (bytes as u64) << 36
+                | (height as u64) << 40
+                | runtime << 44
+                | asynchronous << 45,
+        )
+    }
+
+    const fn nibble(self, shift: u32) -> u8 {
+        (self.0 >> shift) as u8 & 15
+    }
+
+    /// Position in [`COPY_FNS`].
+    pub const fn function(self) -> u16 {
+        self.0 as u16
+    }
+
+    /// A [`crate::api::Direction`] as a number, [`DIRECTION_ADDRESSES`] or [`DIRECTION_KIND`].
+    pub const fn direction(self) -> u8 {
+        self.nibble(16)
+    }
+
+    /// Position of the `cudaMemcpyKind` argument, or [`NO_ARG`].
+    pub const fn kind_arg(self) -> u8 {
+        self.nibble(20)
+    }
+
+    /// One of the `SHAPE_` numbers.
+    pub const fn shape(self) -> u8 {
+        self.nibble(24)
+    }
+
+    /// Position of the destination, or [`NO_ARG`].
+    pub const fn dst_arg(self) -> u8 {
+        self.nibble(28)
+    }
+
+    /// Position of the source, or [`NO_ARG`].
+    pub const fn src_arg(self) -> u8 {
+        self.nibble(32)
+    }
+
+    /// Position of the byte count or width, or [`NO_ARG`].
+    pub const fn bytes_arg(self) -> u8 {
+        self.nibble(36)
+    }
+
+    /// Position of the height, or [`NO_ARG`].
+    pub const fn height_arg(self) -> u8 {
+        self.nibble(40)
+    }
+
+    /// True for functions of libcudart.
+    pub const fn runtime(self) -> bool {
+        self.0 >> 44 & 1 == 1
+    }
+
+    /// True for functions that take a stream.
+    pub const fn asynchronous(self) -> bool {
+        self.0 >> 45 & 1 == 1
+    }
+}
+
+/// Effects of allocation functions as they travel in a cookie: `*arg0` becomes memory of the kind in bits 8 to 15.
+pub const ALLOC_ALLOCATE: u8 = 0;
+/// See [`AllocEffect::Register`].
+pub const ALLOC_REGISTER: u8 = 1;
+/// See [`AllocEffect::Release`].
+pub const ALLOC_RELEASE: u8 = 2;
+
+/// The cookie of an allocation probe: effect in bits 0 to 7, memory kind in bits 8 to 15.
+pub const fn alloc_cookie(function: &AllocFn) -> u64 {
+    match function.effect {
+        AllocEffect::Allocate(kind) => ALLOC_ALLOCATE as u64 | (kind as u64) << 8,
+        AllocEffect::Register => ALLOC_REGISTER as u64 | (MemoryKind::Pinned as u64) << 8,
+        AllocEffect::Release => ALLOC_RELEASE as u64,
+    }
+}

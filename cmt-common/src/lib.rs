@@ -1,0 +1,9 @@
+//! Plain data shared by the three places where cmt's code runs: the kernel (BPF), the target (payload) and the host.
+//!
+//! `no_std`, no allocation, no dependencies: whatever stands here must compile for `bpfel-unknown-none` too.
+#![no_std]
+
+pub mod api;
+pub mod control;
+pub mod event;
+pub mod histogram;

@@ -1,0 +1,1 @@
+//! A multithreaded staging copier.

@@ -1,0 +1,1 @@
+//! Starts victims and the real binary for the tests.
