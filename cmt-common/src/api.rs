@@ -68,12 +68,23 @@ pub enum DirectionFrom {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shape {
     /// Arguments: destination, source, bytes.
-    Linear { dst: u8, src: u8, bytes: u8 },
+    Linear {
+        /// Position of the destination.
+        dst: u8,
+        /// Position of the source.
+        src: u8,
+        /// Position of the byte count.
+        bytes: u8,
+    },
     /// Arguments: destination, source, width in bytes, height.
     Pitched {
+        /// Position of the destination.
         dst: u8,
+        /// Position of the source.
         src: u8,
+        /// Position of the width in bytes.
         width: u8,
+        /// Position of the height.
         height: u8,
     },
     /// Argument 0 points to a `CUDA_MEMCPY2D`.

@@ -1,1 +1,3 @@
 //! The payload.
+
+pub mod hook;

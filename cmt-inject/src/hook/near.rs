@@ -1,0 +1,245 @@
+//! Memory near code: what is mapped where, and pages for trampolines within reach of a 32-bit displacement.
+//!
+//! The pages are a memfd that is mapped readable and executable and written through its descriptor, so no page is
+//! ever writable and executable, which also works under `PR_SET_MDWE`. They are never unmapped: a thread may be in them
+//! at any time.
+#![expect(
+    unsafe_code,
+    reason = "maps pages and reads code at addresses found in /proc/self/maps"
+)]
+
+use std::fs::File;
+use std::io::{Error, ErrorKind};
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::fs::FileExt;
+
+use super::HookError;
+
+/// Bytes of one region: room for the hooks of one library.
+const REGION_BYTES: u64 = 4096;
+/// How far a region may be from the code: 2 GiB less room for the library's own data behind or before the code.
+const REACH_BYTES: u64 = (2 << 30) - (256 << 20);
+/// Nothing is placed below: `vm.mmap_min_addr` is at most this where it is set as usual.
+const LOWEST: u64 = 64 << 10;
+/// Blocks of code start on such a boundary.
+const ALIGN: u64 = 16;
+
+/// One line of `/proc/self/maps`.
+struct Mapping {
+    start: u64,
+    end: u64,
+    /// Readable and executable.
+    code: bool,
+    /// The heap grows up from it, the stack down.
+    grows: bool,
+}
+
+fn mappings() -> Result<Vec<Mapping>, HookError> {
+    let text = std::fs::read_to_string("/proc/self/maps").map_err(|source| HookError::System {
+        call: "reading /proc/self/maps",
+        source,
+    })?;
+    Ok(text.lines().filter_map(parse).collect())
+}
+
+fn parse(line: &str) -> Option<Mapping> {
+    let mut fields = line.split_ascii_whitespace();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let rights = fields.next()?.as_bytes();
+    let name = fields.nth(3).unwrap_or("");
+    Some(Mapping {
+        start: u64::from_str_radix(start, 16).ok()?,
+        end: u64::from_str_radix(end, 16).ok()?,
+        code: rights.first() == Some(&b'r') && rights.get(2) == Some(&b'x'),
+        grows: name == "[heap]" || name == "[stack]",
+    })
+}
+
+/// A copy of the code at `address`: `max_bytes`, or less where its mapping ends before.
+pub(super) fn read_code(address: u64, max_bytes: u64) -> Result<Vec<u8>, HookError> {
+    let mappings = mappings()?;
+    let mapping = mappings
+        .iter()
+        .find(|mapping| mapping.code && (mapping.start..mapping.end).contains(&address))
+        .ok_or(HookError::NotCode { address })?;
+    let bytes = max_bytes.min(mapping.end - address) as usize;
+    // SAFETY: the range lies in one mapping that was readable a moment ago; it belongs to a library whose functions the
+    // process may call at any time, so it stays mapped. Nobody writes to it while no hook is being committed.
+    Ok(unsafe { std::slice::from_raw_parts(address as *const u8, bytes) }.to_vec())
+}
+
+/// A page of executable memory near some code, filled from the front.
+pub(super) struct Region {
+    memory: File,
+    base: u64,
+    used: u64,
+}
+
+impl Region {
+    /// A new region near `address`.
+    pub(super) fn near(address: u64) -> Result<Self, HookError> {
+        // SAFETY: the name is NUL-terminated, and the call touches no other memory.
+        let fd = unsafe { libc::memfd_create(c"cmt-thunks".as_ptr(), libc::MFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(system("memfd_create"));
+        }
+        // SAFETY: the descriptor is new and nobody else's.
+        let memory = unsafe { File::from_raw_fd(fd) };
+        memory
+            .set_len(REGION_BYTES)
+            .map_err(|source| HookError::System {
+                call: "ftruncate",
+                source,
+            })?;
+        for base in candidates(&mappings()?, address) {
+            if map_at(&memory, base)? {
+                return Ok(Self {
+                    memory,
+                    base,
+                    used: 0,
+                });
+            }
+        }
+        Err(HookError::NoRoom { address })
+    }
+
+    /// Whether code at `address` and this region reach each other.
+    pub(super) fn reaches(&self, address: u64) -> bool {
+        self.base.abs_diff(address) <= REACH_BYTES
+    }
+
+    /// Whether `bytes` more fit in.
+    pub(super) fn has_room(&self, bytes: u64) -> bool {
+        self.used + bytes <= REGION_BYTES
+    }
+
+    /// The address at which the next block will stand.
+    pub(super) fn next_address(&self) -> u64 {
+        self.base + self.used
+    }
+
+    /// Writes a block at [`Self::next_address`].
+    pub(super) fn append(&mut self, block: &[u8]) -> Result<(), HookError> {
+        self.memory
+            .write_all_at(block, self.used)
+            .map_err(|source| HookError::System {
+                call: "pwrite",
+                source,
+            })?;
+        self.used = (self.used + block.len() as u64).next_multiple_of(ALIGN);
+        Ok(())
+    }
+}
+
+/// Page addresses in the gaps around `address`, the nearest first.
+fn candidates(mappings: &[Mapping], address: u64) -> Vec<u64> {
+    let mut free_from = LOWEST;
+    let mut below_grows = false;
+    let mut bases = Vec::new();
+    for mapping in mappings {
+        let gap_bytes = mapping.start.saturating_sub(free_from);
+        if gap_bytes >= REGION_BYTES && !below_grows && !mapping.grows {
+            bases.push(free_from);
+            bases.push(mapping.start - REGION_BYTES);
+        }
+        free_from = mapping.end.max(free_from);
+        below_grows = mapping.grows;
+    }
+    bases.retain(|base| base.abs_diff(address) <= REACH_BYTES);
+    bases.sort_by_key(|base| base.abs_diff(address));
+    bases
+}
+
+/// Maps the region at `base`; false if something else is there by now.
+fn map_at(memory: &File, base: u64) -> Result<bool, HookError> {
+    // SAFETY: MAP_FIXED_NOREPLACE replaces no mapping, so no memory that anybody uses changes.
+    let mapped = unsafe {
+        libc::mmap(
+            base as *mut libc::c_void,
+            REGION_BYTES as usize,
+            libc::PROT_READ | libc::PROT_EXEC,
+            libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE,
+            memory.as_raw_fd(),
+            0,
+        )
+    };
+    if mapped == libc::MAP_FAILED {
+        let source = Error::last_os_error();
+        // EPERM: below vm.mmap_min_addr; ENOMEM: beyond what this address space allows.
+        return match source.raw_os_error() {
+            Some(libc::EEXIST) => Ok(false),
+            Some(libc::EPERM | libc::ENOMEM) if base < 1 << 20 => Ok(false),
+            _ => Err(HookError::System {
+                call: "mmap of executable memory",
+                source,
+            }),
+        };
+    }
+    if mapped as u64 == base {
+        return Ok(true);
+    }
+    // A kernel before 4.17 takes the flag for a hint.
+    // SAFETY: the mapping was made just now and nobody knows its address.
+    unsafe { libc::munmap(mapped, REGION_BYTES as usize) };
+    Err(HookError::System {
+        call: "mmap at a fixed address",
+        source: ErrorKind::Unsupported.into(),
+    })
+}
+
+fn system(call: &'static str) -> HookError {
+    HookError::System {
+        call,
+        source: Error::last_os_error(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mapping(start: u64, end: u64, grows: bool) -> Mapping {
+        Mapping {
+            start,
+            end,
+            code: true,
+            grows,
+        }
+    }
+
+    #[test]
+    fn a_maps_line_is_read() {
+        let line = "7f12a000-7f12b000 r-xp 00000000 08:01 77 /usr/lib/libcuda.so.1";
+        let mapping = parse(line).unwrap();
+        assert_eq!((mapping.start, mapping.end), (0x7f12a000, 0x7f12b000));
+        assert!(mapping.code && !mapping.grows);
+        let heap = parse("55d0-55f0 rw-p 00000000 00:00 0   [heap]").unwrap();
+        assert!(heap.grows && !heap.code);
+    }
+
+    #[test]
+    fn the_nearest_free_page_comes_first_and_nothing_is_beyond_reach() {
+        let code = 0x7000_0000_0000;
+        let maps = [
+            mapping(code - 0x10_0000, code - 0x8_0000, false),
+            mapping(code - 0x1000, code + 0x5000, false),
+            mapping(code + (3 << 30), code + (4 << 30), false),
+        ];
+        let found = candidates(&maps, code);
+        assert_eq!(found[0], code - 0x2000);
+        assert!(found.iter().all(|base| base.abs_diff(code) <= REACH_BYTES));
+        assert!(found.contains(&(code + 0x5000)));
+    }
+
+    #[test]
+    fn room_for_heap_and_stack_is_left_alone() {
+        let code = 0x7000_0000_0000;
+        let maps = [
+            mapping(code, code + 0x1000, false),
+            mapping(code + 0x2000, code + 0x3000, true),
+            mapping(code + 0x8000, code + 0x9000, false),
+            mapping(code + 0x9000, code + 0xa000, false),
+        ];
+        assert!(candidates(&maps, code).iter().all(|&base| base < code));
+    }
+}
