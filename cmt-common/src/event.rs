@@ -156,7 +156,21 @@ impl CopyCookie {
     pub const fn asynchronous(self) -> bool {
         self.0 >> 45 & 1 == 1
     }
+
+    /// The same cookie for a probe on target number `target`, below [`MAX_TARGETS`]; 0 is no target in particular.
+    pub const fn with_target(self, target: u16) -> Self {
+        Self(self.0 | (target as u64) << 48)
+    }
+
+    /// See [`CopyCookie::with_target`].
+    pub const fn target(self) -> u16 {
+        (self.0 >> 48) as u16
+    }
 }
+
+/// Targets that the host may number. A numbered target is counted under the process id that the host knows it by, which
+/// in another pid namespace is not the kernel's.
+pub const MAX_TARGETS: usize = 1024;
 
 /// Effects of allocation functions as they travel in a cookie: `*arg0` becomes memory of the kind in bits 8 to 15.
 pub const ALLOC_ALLOCATE: u8 = 0;
@@ -171,5 +185,138 @@ pub const fn alloc_cookie(function: &AllocFn) -> u64 {
         AllocEffect::Allocate(kind) => ALLOC_ALLOCATE as u64 | (kind as u64) << 8,
         AllocEffect::Register => ALLOC_REGISTER as u64 | (MemoryKind::Pinned as u64) << 8,
         AllocEffect::Release => ALLOC_RELEASE as u64,
+    }
+}
+
+/// What an allocation probe knows of its function: [`alloc_cookie`], and the target's number from bit 48 on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AllocCookie(pub u64);
+
+impl AllocCookie {
+    /// The cookie of `function` for target number `target` (see [`CopyCookie::with_target`]).
+    pub const fn new(function: &AllocFn, target: u16) -> Self {
+        Self(alloc_cookie(function) | (target as u64) << 48)
+    }
+
+    /// One of the `ALLOC_` numbers.
+    pub const fn effect(self) -> u8 {
+        self.0 as u8
+    }
+
+    /// A [`MemoryKind`] as a number.
+    pub const fn kind(self) -> u8 {
+        (self.0 >> 8) as u8
+    }
+
+    /// See [`CopyCookie::with_target`].
+    pub const fn target(self) -> u16 {
+        (self.0 >> 48) as u16
+    }
+}
+
+/// What could not be recorded: a position in the map of losses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Lost {
+    /// A copy whose class found no room among the histograms.
+    CopiesFull,
+    /// A copy that began while too many threads were in one.
+    CallsFull,
+    /// A copy that never returned: its frame was left by a jump, or its thread ended.
+    NoReturn,
+    /// A copy whose arguments could not be read.
+    Unreadable,
+    /// A range of memory that found no room: copies from and to it may count as pageable.
+    RangesFull,
+}
+
+/// Number of [`Lost`] reasons.
+pub const LOST_REASONS: usize = Lost::RangesFull as usize + 1;
+
+/// Names of [`Lost`] reasons, as reports print them.
+pub const LOST_NAMES: [&str; LOST_REASONS] = [
+    "no room for another class of copies",
+    "too many threads copying at once",
+    "never returned",
+    "arguments not readable",
+    "no room for another memory range",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::{ALLOC_FNS, Direction};
+
+    #[test]
+    fn a_copy_cookie_says_what_the_table_says() {
+        for (index, function) in COPY_FNS.iter().enumerate() {
+            let plain = CopyCookie::new(index);
+            let cookie = plain.with_target(1023);
+            assert_eq!(plain.target(), 0);
+            assert_eq!(cookie.target(), 1023);
+            assert_eq!(cookie.function() as usize, index);
+            assert_eq!(cookie.runtime(), function.layer == Layer::Runtime);
+            assert_eq!(cookie.asynchronous(), function.stream.is_some());
+            match function.direction {
+                DirectionFrom::Fixed(direction) => {
+                    assert_eq!(Direction::from_raw(cookie.direction()), direction);
+                    assert_eq!(cookie.kind_arg(), NO_ARG);
+                }
+                DirectionFrom::Kind(arg) => {
+                    assert_eq!(
+                        (cookie.direction(), cookie.kind_arg()),
+                        (DIRECTION_KIND, arg)
+                    );
+                }
+                DirectionFrom::Addresses => assert_eq!(cookie.direction(), DIRECTION_ADDRESSES),
+            }
+            match function.shape {
+                Shape::Linear { dst, src, bytes } => assert_eq!(
+                    (
+                        cookie.shape(),
+                        cookie.dst_arg(),
+                        cookie.src_arg(),
+                        cookie.bytes_arg()
+                    ),
+                    (SHAPE_LINEAR, dst, src, bytes)
+                ),
+                Shape::Pitched {
+                    dst,
+                    src,
+                    width,
+                    height,
+                } => {
+                    assert_eq!(
+                        (cookie.shape(), cookie.dst_arg(), cookie.src_arg()),
+                        (SHAPE_PITCHED, dst, src)
+                    );
+                    assert_eq!((cookie.bytes_arg(), cookie.height_arg()), (width, height));
+                }
+                Shape::DriverStruct2D => assert_eq!(cookie.shape(), SHAPE_DRIVER_2D),
+                Shape::DriverStruct3D => assert_eq!(cookie.shape(), SHAPE_DRIVER_3D),
+                Shape::RuntimeStruct3D => assert_eq!(cookie.shape(), SHAPE_RUNTIME_3D),
+            }
+        }
+    }
+
+    #[test]
+    fn an_alloc_cookie_says_what_the_table_says() {
+        for function in ALLOC_FNS {
+            let cookie = AllocCookie::new(function, 7);
+            assert_eq!(cookie.target(), 7);
+            match function.effect {
+                AllocEffect::Allocate(kind) => {
+                    assert_eq!(
+                        (cookie.effect(), cookie.kind()),
+                        (ALLOC_ALLOCATE, kind as u8)
+                    );
+                }
+                AllocEffect::Register => assert_eq!(
+                    (cookie.effect(), cookie.kind()),
+                    (ALLOC_REGISTER, MemoryKind::Pinned as u8)
+                ),
+                AllocEffect::Release => assert_eq!(cookie.effect(), ALLOC_RELEASE),
+            }
+        }
     }
 }

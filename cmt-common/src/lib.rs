@@ -4,6 +4,9 @@
 #![no_std]
 
 pub mod api;
+// The BPF side shares no control block, and its target lacks the atomics.
+#[cfg(not(target_arch = "bpf"))]
 pub mod control;
 pub mod event;
 pub mod histogram;
+pub mod range;
