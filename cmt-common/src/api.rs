@@ -443,6 +443,10 @@ pub enum DriverFn {
     EventRecordPtsz,
     /// `CUresult cuEventQuery(CUevent)`
     EventQuery,
+    /// `CUresult cuStreamGetId(CUstream, unsigned long long *)`, from CUDA 12.0
+    StreamGetId,
+    /// `CUresult cuStreamGetId_ptsz(CUstream, unsigned long long *)`, from CUDA 12.0
+    StreamGetIdPtsz,
 }
 
 /// Symbol names of [`DriverFn`], by discriminant.
@@ -472,6 +476,8 @@ pub const DRIVER_FNS: &[&str] = &[
     "cuEventRecord",
     "cuEventRecord_ptsz",
     "cuEventQuery",
+    "cuStreamGetId",
+    "cuStreamGetId_ptsz",
 ];
 
-const _: () = assert!(DRIVER_FNS.len() == DriverFn::EventQuery as usize + 1);
+const _: () = assert!(DRIVER_FNS.len() == DriverFn::StreamGetIdPtsz as usize + 1);
