@@ -1,3 +1,5 @@
 //! The host side of cmt: tracing, attaching, reporting.
 
 pub mod commands;
+pub mod cpus;
+pub mod doctor;

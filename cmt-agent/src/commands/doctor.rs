@@ -1,10 +1,95 @@
-//! `cmt doctor`.
+//! `cmt doctor`: says whether trace and attach would work here, and what to do where they would not.
 
-/// To be written.
+use anyhow::bail;
+use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width, presets};
+
+use crate::doctor::{Check, Report, State, examine};
+
+/// Report and table both fit a terminal of this width.
+const COLUMNS: u16 = 80;
+
+/// Check whether trace and attach would work on this machine
 #[derive(clap::Args)]
-pub struct Args {}
+pub struct Args {
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
 
-/// To be written.
-pub fn run(_args: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not written yet")
+/// Exit code 0 if both would work.
+pub fn run(args: Args) -> anyhow::Result<()> {
+    let report = examine();
+    if args.json {
+        println!("{}", serde_json::to_string(&report)?);
+    } else {
+        println!("{}", text(&report));
+    }
+    match (report.trace, report.attach) {
+        (true, true) => Ok(()),
+        (true, false) => bail!("trace would work here, attach would not"),
+        (false, _) => bail!("neither trace nor attach would work here"),
+    }
+}
+
+fn text(report: &Report) -> String {
+    let mut table = Table::new();
+    table
+        .load_style(presets::NOTHING)
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_width(COLUMNS);
+    for check in &report.checks {
+        table.add_row([state(check), check.name.to_string(), explain(check)]);
+    }
+    for (column, width) in [(0, 9), (1, 16)] {
+        if let Some(column) = table.column_mut(column) {
+            column.set_constraint(ColumnConstraint::Absolute(Width::Fixed(width)));
+        }
+    }
+    let word = |works| {
+        if works {
+            "would work"
+        } else {
+            "would not work"
+        }
+    };
+    format!(
+        "{}\n\ncmt trace {}, cmt attach {}.",
+        table.trim_fmt(),
+        word(report.trace),
+        word(report.attach)
+    )
+}
+
+fn state(check: &Check) -> String {
+    match check.state {
+        State::Ok => "ok",
+        State::Info => "-",
+        State::Warning => "warning",
+        State::Failed => "FAILED",
+    }
+    .to_string()
+}
+
+fn explain(check: &Check) -> String {
+    let mut lines = vec![check.found.clone()];
+    lines.extend(check.meaning.map(str::to_string));
+    lines.extend(check.remedy.map(|remedy| format!("-> {remedy}")));
+    lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_fits_80_columns_and_names_every_check() {
+        let report = examine();
+        let text = text(&report);
+        for line in text.lines() {
+            assert!(line.chars().count() <= COLUMNS.into(), "{line}");
+        }
+        for check in &report.checks {
+            assert!(text.contains(check.name), "{} is missing", check.name);
+        }
+    }
 }

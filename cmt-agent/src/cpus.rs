@@ -1,0 +1,133 @@
+//! How many processors a process may keep busy: its affinity and the CPU quota of its cgroups.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use procfs::ProcResult;
+use procfs::process::Process;
+
+/// The processors that a process may use.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cpus {
+    /// Processors that its affinity names.
+    pub allowed: u32,
+    /// Processors' worth of time that the tightest of its cgroups grants; `None` where no quota is set or can be seen.
+    pub quota: Option<f64>,
+}
+
+impl Cpus {
+    /// Those of process `pid`, as this process sees its cgroups.
+    pub fn of(pid: u32) -> ProcResult<Self> {
+        let process = Process::new(pid as i32)?;
+        let ranges = process.status()?.cpus_allowed_list.unwrap_or_default();
+        let allowed: u32 = ranges.iter().map(|(first, last)| last - first + 1).sum();
+        let mut quotas = Vec::new();
+        for group in process.cgroups()? {
+            let (roots, read): (&[&str], fn(&Path) -> Option<f64>) =
+                if group.controllers.is_empty() || group.controllers == [""] {
+                    (&["/sys/fs/cgroup", "/sys/fs/cgroup/unified"], quota_v2)
+                } else if group.controllers.iter().any(|name| name == "cpu") {
+                    (
+                        &["/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct"],
+                        quota_v1,
+                    )
+                } else {
+                    continue;
+                };
+            for root in roots {
+                quotas.extend(
+                    up_to_root(Path::new(root), &group.pathname).filter_map(|path| read(&path)),
+                );
+            }
+        }
+        Ok(Self {
+            allowed: allowed.max(1),
+            quota: quotas.into_iter().reduce(f64::min),
+        })
+    }
+
+    /// Threads that may run at once without being throttled: at least 1.
+    pub fn threads(&self) -> u32 {
+        match self.quota {
+            Some(quota) => self.allowed.min((quota as u32).max(1)),
+            None => self.allowed,
+        }
+    }
+}
+
+/// The cgroup's folder and those above it. A quota anywhere on the way counts.
+fn up_to_root<'a>(root: &'a Path, group: &str) -> impl Iterator<Item = PathBuf> + 'a {
+    let mut next = Some(root.join(group.trim_start_matches('/')));
+    std::iter::from_fn(move || {
+        let here = next.take()?;
+        if here != root {
+            next = here.parent().map(Path::to_path_buf);
+        }
+        Some(here)
+    })
+}
+
+/// `cpu.max`: quota and period in microseconds, or `max` for no quota.
+fn quota_v2(folder: &Path) -> Option<f64> {
+    let text = fs::read_to_string(folder.join("cpu.max")).ok()?;
+    let (quota, period) = text.trim().split_once(' ')?;
+    ratio(quota, period)
+}
+
+fn quota_v1(folder: &Path) -> Option<f64> {
+    let read = |name| fs::read_to_string(folder.join(name)).ok();
+    // -1 stands for no quota.
+    ratio(
+        read("cpu.cfs_quota_us")?.trim(),
+        read("cpu.cfs_period_us")?.trim(),
+    )
+}
+
+fn ratio(quota: &str, period: &str) -> Option<f64> {
+    let (quota, period): (u64, u64) = (quota.parse().ok()?, period.parse().ok()?);
+    (period > 0).then(|| quota as f64 / period as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_quota_is_read_and_no_quota_is_none() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(quota_v2(folder.path()), None);
+        for (text, quota) in [("max 100000\n", None), ("150000 100000\n", Some(1.5))] {
+            fs::write(folder.path().join("cpu.max"), text).unwrap();
+            assert_eq!(quota_v2(folder.path()), quota);
+        }
+        for (text, quota) in [("-1\n", None), ("200000\n", Some(2.0))] {
+            fs::write(folder.path().join("cpu.cfs_quota_us"), text).unwrap();
+            fs::write(folder.path().join("cpu.cfs_period_us"), "100000\n").unwrap();
+            assert_eq!(quota_v1(folder.path()), quota);
+        }
+    }
+
+    #[test]
+    fn the_way_up_ends_at_the_root() {
+        let paths: Vec<PathBuf> = up_to_root(Path::new("/r"), "/a/b").collect();
+        assert_eq!(paths, ["/r/a/b", "/r/a", "/r"].map(PathBuf::from));
+        assert_eq!(up_to_root(Path::new("/r"), "/").count(), 1);
+    }
+
+    #[test]
+    fn threads_stay_within_affinity_and_quota() {
+        for (allowed, quota, threads) in [
+            (8, None, 8),
+            (8, Some(2.5), 2),
+            (2, Some(4.0), 2),
+            (8, Some(0.5), 1),
+        ] {
+            assert_eq!(Cpus { allowed, quota }.threads(), threads);
+        }
+    }
+
+    #[test]
+    fn ours_are_found() {
+        assert!(Cpus::of(std::process::id()).unwrap().allowed >= 1);
+    }
+}

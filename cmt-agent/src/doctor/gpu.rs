@@ -1,0 +1,121 @@
+//! The CUDA side: driver, processes that use it, processors for the copies.
+#![expect(unsafe_code, reason = "calls into libcuda")]
+
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+
+use procfs::process::{MMapPath, Process, all_processes};
+
+use super::Need::{Attach, Trace};
+use super::{Check, CudaProcess, State};
+use crate::cpus::Cpus;
+
+pub(super) fn architecture() -> Check {
+    const NAME: &str = "processor";
+    if cfg!(target_arch = "x86_64") {
+        return Check::ok(NAME, Attach, "x86-64");
+    }
+    Check::new(NAME, Attach, State::Failed, std::env::consts::ARCH).but(
+        "the payload's hooks are x86-64 code",
+        "trace only, or use an x86-64 machine",
+    )
+}
+
+pub(super) fn driver() -> Check {
+    const NAME: &str = "GPU driver";
+    let module = fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
+    let module = module.trim();
+    match (cuda_version(), module) {
+        (Some(cuda), "") => Check::new(NAME, Trace, State::Info, format!("libcuda for CUDA {cuda}")),
+        (Some(cuda), module) => Check::ok(NAME, Trace, format!("{module}, libcuda for CUDA {cuda}")),
+        (None, "") => Check::new(NAME, Trace, State::Warning, "none found").but(
+            "programs on this machine cannot use a GPU; those in containers bring their own libcuda",
+            "install NVIDIA's driver where the copies are to run",
+        ),
+        (None, module) => Check::new(NAME, Trace, State::Info, format!("{module}, no libcuda here")),
+    }
+}
+
+/// The CUDA version that the installed libcuda supports.
+fn cuda_version() -> Option<String> {
+    // SAFETY: loads libcuda and looks one function up; its constructors are those that any CUDA program runs.
+    if !unsafe { cudarc::driver::sys::is_culib_present() } {
+        return None;
+    }
+    let mut version = 0;
+    // SAFETY: libcuda is there; the function needs no initialisation and writes one integer.
+    let result = unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut version) };
+    (result == cudarc::driver::sys::CUresult::CUDA_SUCCESS)
+        .then(|| format!("{}.{}", version / 1000, version % 1000 / 10))
+}
+
+pub(super) fn processes() -> Vec<CudaProcess> {
+    let Ok(all) = all_processes() else {
+        return Vec::new();
+    };
+    all.flatten()
+        .filter_map(|process| look_at(&process))
+        .collect()
+}
+
+/// `None` for a process that maps no CUDA library, has ended, or may not be looked at.
+fn look_at(process: &Process) -> Option<CudaProcess> {
+    if process.pid as u32 == std::process::id() {
+        return None;
+    }
+    let mut libraries = Vec::new();
+    for mapping in process.maps().ok()? {
+        let MMapPath::Path(path) = mapping.pathname else {
+            continue;
+        };
+        let name = path.file_name().unwrap_or_default().as_bytes();
+        if name.starts_with(b"libcuda.so") || name.starts_with(b"libcudart.so") {
+            libraries.push(path.display().to_string());
+        }
+    }
+    libraries.sort();
+    libraries.dedup();
+    (!libraries.is_empty()).then(|| CudaProcess {
+        pid: process.pid as u32,
+        comm: process.stat().map(|stat| stat.comm).unwrap_or_default(),
+        libraries,
+    })
+}
+
+pub(super) fn libraries(processes: &[CudaProcess]) -> Check {
+    const NAME: &str = "CUDA processes";
+    if processes.is_empty() {
+        return Check::new(NAME, Trace, State::Info, "none now");
+    }
+    const SHOWN: usize = 8;
+    let mut pids: Vec<String> = processes
+        .iter()
+        .take(SHOWN)
+        .map(|process| format!("{} ({})", process.pid, process.comm))
+        .collect();
+    if processes.len() > SHOWN {
+        pids.push(format!("and {} more", processes.len() - SHOWN));
+    }
+    Check::ok(NAME, Trace, pids.join(", "))
+}
+
+pub(super) fn cpus() -> Check {
+    const NAME: &str = "processors";
+    match Cpus::of(std::process::id()) {
+        Ok(cpus) => {
+            let quota = match cpus.quota {
+                Some(quota) => format!(", cgroup quota {quota:.1}"),
+                None => String::new(),
+            };
+            let found = format!("{}{quota}", cpus.allowed);
+            if cpus.threads() > 1 {
+                return Check::ok(NAME, Attach, found);
+            }
+            Check::new(NAME, Attach, State::Warning, found).but(
+                "one processor copies no faster than the driver does",
+                "give the target more processors (affinity, cpu.max)",
+            )
+        }
+        Err(error) => Check::new(NAME, Attach, State::Warning, error.to_string()),
+    }
+}
