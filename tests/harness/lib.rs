@@ -1,1 +1,29 @@
-//! Starts victims and the real binary for the tests.
+//! Starts victims and the real `cmt` binary for the tests.
+//!
+//! A test opens with `let Some(_turn) = require(Rung::StandIn) else { return };`, starts a [`Victim`], runs [`cmt`] and
+//! compares what it says with what the victim counted itself. Nothing here knows how `cmt` works.
+
+mod build;
+mod rung;
+mod tool;
+mod victim;
+
+pub use build::{Built, built};
+pub use rung::{Rung, Turn, require};
+pub use tool::{Finished, Running, cmt, cmt_command, spawn_cmt};
+pub use victim::Victim;
+
+use std::path::PathBuf;
+
+/// The workspace's folder.
+pub fn workspace() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("tests/ lies in the workspace")
+        .to_path_buf()
+}
+
+/// The folder of build products.
+pub fn target() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace().join("target"), PathBuf::from)
+}
