@@ -1,1 +1,57 @@
-fn main() {}
+//! Builds the payload, so that `cmt` can carry it inside itself.
+//!
+//! Cargo's artifact dependencies would do this, but need a nightly toolchain. The payload is always built optimised:
+//! it runs in other people's processes, whatever profile `cmt` itself is built with.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn main() {
+    let manifest = PathBuf::from(env("CARGO_MANIFEST_DIR"));
+    let workspace = manifest.parent().expect("the workspace's folder");
+    let out = PathBuf::from(env("OUT_DIR"));
+    let target_dir = out.join("payload");
+    for part in ["cmt-inject", "cmt-copy", "cmt-common"] {
+        println!("cargo::rerun-if-changed={}", workspace.join(part).display());
+    }
+    println!(
+        "cargo::rerun-if-changed={}",
+        workspace.join("Cargo.lock").display()
+    );
+    let mut cargo = Command::new(env("CARGO"));
+    cargo
+        .current_dir(workspace)
+        .args([
+            "build",
+            "--release",
+            "--lib",
+            "--package",
+            "cmt-inject",
+            "--target-dir",
+        ])
+        .arg(&target_dir)
+        .env("CARGO_PROFILE_RELEASE_STRIP", "true")
+        .env("CARGO_PROFILE_RELEASE_DEBUG", "false");
+    // Clippy and the like wrap the compiler of the build that we are part of, not ours.
+    for wrapper in [
+        "RUSTC_WORKSPACE_WRAPPER",
+        "RUSTC_WRAPPER",
+        "CARGO_ENCODED_RUSTFLAGS",
+    ] {
+        cargo.env_remove(wrapper);
+    }
+    let status = cargo.status().expect("cargo runs");
+    assert!(status.success(), "building the payload failed: {status}");
+    copy(
+        &target_dir.join("release/libcmt_inject.so"),
+        &out.join("payload.so"),
+    );
+}
+
+fn env(name: &str) -> String {
+    std::env::var(name).unwrap_or_else(|_| panic!("cargo sets {name}"))
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::copy(from, to).unwrap_or_else(|error| panic!("copying {}: {error}", from.display()));
+}

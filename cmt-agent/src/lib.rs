@@ -3,3 +3,5 @@
 pub mod commands;
 pub mod cpus;
 pub mod doctor;
+pub mod injector;
+pub mod target;

@@ -1,10 +1,28 @@
-//! `cmt detach`.
+//! `cmt detach`: puts the original copier back.
 
-/// To be written.
+use cmt_common::api::HOOKED;
+
+use crate::injector;
+use crate::target::Target;
+
+/// Take the staging copier out of a process again
 #[derive(clap::Args)]
-pub struct Args {}
+pub struct Args {
+    /// Process to detach from
+    pid: u32,
+}
 
-/// To be written.
-pub fn run(_args: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not written yet")
+/// Detaches and says what was restored.
+pub fn run(args: Args) -> anyhow::Result<()> {
+    let mut target = Target::open(args.pid)?;
+    let done = injector::detach(&mut target)?;
+    println!(
+        "detached from {} ({}): {} of {HOOKED} functions restored, threads stopped for {} µs, {:.0} ms in all",
+        target.pid,
+        target.comm,
+        done.restored,
+        done.pause.as_micros(),
+        done.took.as_secs_f64() * 1e3,
+    );
+    Ok(())
 }

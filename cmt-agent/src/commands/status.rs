@@ -1,10 +1,197 @@
-//! `cmt status`.
+//! `cmt status`: what the payload does in each attached process, by its own counters.
 
-/// To be written.
+use std::sync::atomic::Ordering;
+use std::time::{Duration, SystemTime};
+
+use anyhow::bail;
+use cmt_common::api::COPY_FNS;
+use cmt_common::control::{PASS_REASON_NAMES, state};
+use comfy_table::{Table, presets};
+use serde::Serialize;
+
+use crate::injector::{self, ControlMap};
+use crate::target::Target;
+
+/// Show which processes are attached and what the payload counted in them
 #[derive(clap::Args)]
-pub struct Args {}
+pub struct Args {
+    /// Process to look at; all attached ones if none is named
+    pid: Option<u32>,
+    /// Print one JSON object (`cmt/status/1`)
+    #[arg(long)]
+    json: bool,
+}
 
-/// To be written.
-pub fn run(_args: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not written yet")
+#[derive(Serialize)]
+struct Report {
+    schema: &'static str,
+    processes: Vec<Process>,
+}
+
+#[derive(Serialize)]
+struct Process {
+    pid: u32,
+    comm: String,
+    state: &'static str,
+    engine: String,
+    /// Seconds since the last attach.
+    attached_s: Option<f64>,
+    patched: Vec<&'static str>,
+    staged: [Staged; 2],
+    passed: Vec<Passed>,
+    panics: u64,
+    pinned_bytes: u64,
+    helpers: u32,
+}
+
+#[derive(Serialize)]
+struct Staged {
+    direction: &'static str,
+    calls: u64,
+    bytes: u64,
+    errors: u64,
+}
+
+#[derive(Serialize)]
+struct Passed {
+    reason: &'static str,
+    calls: u64,
+}
+
+/// Prints the state of one process or of all attached ones.
+pub fn run(args: Args) -> anyhow::Result<()> {
+    let processes = match args.pid {
+        Some(pid) => vec![one(pid)?],
+        None => all(),
+    };
+    if args.json {
+        let report = Report {
+            schema: "cmt/status/1",
+            processes,
+        };
+        println!("{}", serde_json::to_string(&report)?);
+    } else if processes.is_empty() {
+        println!("no process is attached");
+    } else {
+        for process in &processes {
+            print_process(process);
+        }
+    }
+    Ok(())
+}
+
+fn one(pid: u32) -> anyhow::Result<Process> {
+    let target = Target::open(pid)?;
+    match injector::find_control(&target)? {
+        Some(control) => Ok(describe(&target, &control)),
+        None => bail!("process {pid} ({}) is not attached", target.comm),
+    }
+}
+
+/// Processes that we may not look at, or that share a parent's block by fork, are left out.
+fn all() -> Vec<Process> {
+    let Ok(processes) = procfs::process::all_processes() else {
+        return Vec::new();
+    };
+    processes
+        .flatten()
+        .filter_map(|process| Target::open(u32::try_from(process.pid).ok()?).ok())
+        .filter_map(|target| {
+            let control = injector::find_control(&target).ok()??;
+            injector::check_owner(&target, &control).ok()?;
+            Some(describe(&target, &control))
+        })
+        .collect()
+}
+
+fn describe(target: &Target, control: &ControlMap) -> Process {
+    let counters = &control.counters;
+    let now = control.state.load(Ordering::Acquire);
+    let since = Duration::from_nanos(control.enabled_at_ns.load(Ordering::Relaxed));
+    let direction = |index: usize| Staged {
+        direction: ["HtoD", "DtoH"][index],
+        calls: counters.staged_calls[index].load(Ordering::Relaxed),
+        bytes: counters.staged_bytes[index].load(Ordering::Relaxed),
+        errors: counters.staged_errors[index].load(Ordering::Relaxed),
+    };
+    Process {
+        pid: target.pid,
+        comm: target.comm.clone(),
+        state: match now {
+            state::LOADED => "loaded",
+            state::PREPARED => "prepared",
+            state::ENABLED if injector::has_control_thread(target, control) => "attached",
+            state::ENABLED => "attached, control thread gone",
+            state::DISABLED => "disabled",
+            _ => "detached",
+        },
+        engine: control.engine(),
+        attached_s: (now == state::ENABLED)
+            .then(|| {
+                SystemTime::now()
+                    .duration_since(SystemTime::UNIX_EPOCH + since)
+                    .ok()
+            })
+            .flatten()
+            .map(|elapsed| elapsed.as_secs_f64()),
+        patched: COPY_FNS
+            .iter()
+            .zip(&control.hooks)
+            .filter(|(_, slot)| slot.committed.load(Ordering::Acquire) == 1)
+            .map(|(function, _)| function.name)
+            .collect(),
+        staged: [direction(0), direction(1)],
+        passed: PASS_REASON_NAMES
+            .iter()
+            .zip(&counters.passed)
+            .map(|(&reason, calls)| Passed {
+                reason,
+                calls: calls.load(Ordering::Relaxed),
+            })
+            .filter(|passed| passed.calls > 0)
+            .collect(),
+        panics: counters.panics.load(Ordering::Relaxed),
+        pinned_bytes: counters.pinned_bytes.load(Ordering::Relaxed),
+        helpers: counters.helpers.load(Ordering::Relaxed),
+    }
+}
+
+fn print_process(process: &Process) {
+    let since = process
+        .attached_s
+        .map(|s| format!(" for {s:.0} s"))
+        .unwrap_or_default();
+    println!(
+        "{} ({}): {}{since}",
+        process.pid, process.comm, process.state
+    );
+    println!(
+        "  engine {}, {} functions patched, {} helpers, {:.1} MiB pinned",
+        process.engine,
+        process.patched.len(),
+        process.helpers,
+        process.pinned_bytes as f64 / f64::from(1 << 20),
+    );
+    let mut table = Table::new();
+    table
+        .load_style(presets::NOTHING)
+        .set_header(["", "calls", "GB", "errors"]);
+    for staged in &process.staged {
+        table.add_row([
+            format!("staged {}", staged.direction),
+            staged.calls.to_string(),
+            format!("{:.3}", staged.bytes as f64 / 1e9),
+            staged.errors.to_string(),
+        ]);
+    }
+    for passed in &process.passed {
+        table.add_row([
+            format!("original: {}", passed.reason),
+            passed.calls.to_string(),
+        ]);
+    }
+    if process.panics > 0 {
+        table.add_row(["panics caught".to_owned(), process.panics.to_string()]);
+    }
+    println!("{table}");
 }

@@ -1,0 +1,143 @@
+//! Writing patches into the target's code, and taking them out, with all threads stopped.
+
+use std::time::{Duration, Instant};
+
+use cmt_common::control::WINDOW_MAX;
+
+use super::InjectError;
+use super::hijack::Cave;
+use super::threads::{self, Stopped};
+use crate::target::Target;
+
+/// Longest that threads may take to stop.
+const STOP_LIMIT: Duration = Duration::from_millis(200);
+/// How often a commit is tried when a thread stands where it cannot be moved from.
+const TRIES: u32 = 50;
+/// How much of each stack is looked through for a program counter that a signal handler will return to.
+const STACK_SCAN: usize = 8 << 10;
+
+/// A change of one function's code.
+#[derive(Clone, Debug)]
+pub struct Patch {
+    /// First byte.
+    pub window: u64,
+    /// What stands there.
+    pub from: Vec<u8>,
+    /// What is to stand there.
+    pub to: Vec<u8>,
+    /// Program counters inside the window and where a thread that stands there goes on.
+    pub moves: Vec<(u64, u64)>,
+}
+
+impl Patch {
+    /// True if a thread cannot stay at `address` while the window changes. Its first byte is safe: an instruction
+    /// begins there before and after.
+    fn breaks(&self, address: u64) -> bool {
+        self.window < address && address < self.window + self.from.len() as u64
+    }
+}
+
+/// What a commit did.
+#[derive(Clone, Copy, Debug)]
+pub struct Committed {
+    /// From the first thread stopped to the last one running again.
+    pub pause: Duration,
+    /// How many threads were stopped.
+    pub threads: usize,
+    /// True if the cave was cleared too.
+    pub cave_cleared: bool,
+}
+
+/// Applies all `patches` while no thread runs; then clears `cave` if no thread is in it.
+///
+/// Each window is checked before any is written: if one does not hold what it should, nothing is changed.
+pub fn commit(
+    target: &Target,
+    patches: &[Patch],
+    cave: Option<Cave>,
+) -> Result<Committed, InjectError> {
+    for _ in 0..TRIES {
+        let started = Instant::now();
+        let mut stopped = threads::stop_all(|| target.threads().unwrap_or_default(), STOP_LIMIT)?;
+        if let Some(done) = try_commit(target, patches, cave, &mut stopped)? {
+            let threads = stopped.len();
+            for thread in stopped {
+                thread.resume();
+            }
+            return Ok(Committed {
+                pause: started.elapsed(),
+                threads,
+                cave_cleared: done,
+            });
+        }
+        drop(stopped);
+        std::thread::sleep(Duration::from_micros(500));
+    }
+    Err(InjectError::WindowBusy { tries: TRIES })
+}
+
+/// `None` if a thread stands in the way; else whether the cave was cleared.
+fn try_commit(
+    target: &Target,
+    patches: &[Patch],
+    cave: Option<Cave>,
+    stopped: &mut [Stopped],
+) -> Result<Option<bool>, InjectError> {
+    let write_error = |source| InjectError::Write {
+        pid: target.pid,
+        source,
+    };
+    let mut cave_in_use = false;
+    for thread in stopped.iter() {
+        let stack = target.memory.read_up_to(thread.regs.rsp, STACK_SCAN);
+        for bytes in stack.chunks_exact(8) {
+            let word = u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
+            if patches.iter().any(|patch| patch.breaks(word)) {
+                return Ok(None);
+            }
+            cave_in_use |= cave.is_some_and(|cave| cave.contains(word));
+        }
+        cave_in_use |= cave.is_some_and(|cave| cave.contains(thread.regs.rip));
+    }
+    for patch in patches {
+        let mut found = [0u8; WINDOW_MAX];
+        let found = &mut found[..patch.from.len()];
+        target
+            .memory
+            .read(patch.window, found)
+            .map_err(write_error)?;
+        if *found != *patch.from {
+            return Err(InjectError::UnexpectedCode {
+                address: patch.window,
+            });
+        }
+    }
+    for thread in stopped.iter_mut() {
+        for patch in patches.iter().filter(|patch| patch.breaks(thread.regs.rip)) {
+            let Some(&(_, to)) = patch
+                .moves
+                .iter()
+                .find(|&&(from, _)| from == thread.regs.rip)
+            else {
+                return Ok(None);
+            };
+            thread.regs.rip = to;
+            thread.set_regs()?;
+            break;
+        }
+    }
+    for patch in patches {
+        target
+            .memory
+            .write(patch.window, &patch.to)
+            .map_err(write_error)?;
+    }
+    let clear = cave.filter(|_| !cave_in_use);
+    if let Some(cave) = clear {
+        cave.clear(target).map_err(write_error)?;
+    }
+    for thread in stopped.iter_mut() {
+        thread.rewrite_eintr()?;
+    }
+    Ok(Some(clear.is_some()))
+}

@@ -1,0 +1,258 @@
+//! The control block as the host maps it.
+//!
+//! The target writes to it too, at any time, so nothing is borrowed from it but atomics; everything else is copied out
+//! with volatile reads and checked afterwards.
+#![expect(unsafe_code, reason = "memory shared with another process")]
+
+use std::fs::OpenOptions;
+use std::io;
+use std::num::NonZeroUsize;
+use std::ops::Deref;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use cmt_common::api::HOOKED;
+use cmt_common::control::{
+    CONTROL_BYTES, Control, HookSlot, Plan, RELOCATED_MAX, Relocated, WINDOW_MAX, command, hook,
+};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+
+/// A mapped control block.
+#[derive(Debug)]
+pub struct ControlMap {
+    at: NonNull<Control>,
+    in_target: u64,
+}
+
+/// What a hook slot said at one moment.
+#[derive(Clone, Debug)]
+pub struct HookState {
+    /// One of [`hook`].
+    pub status: u32,
+    /// Address of the window.
+    pub window: u64,
+    /// The window as it was; empty if its length makes no sense.
+    pub original: Vec<u8>,
+    /// The window as it is to be.
+    pub patched: Vec<u8>,
+    /// Where instructions of the window went.
+    pub relocated: Vec<(u64, u64)>,
+    /// Why it was refused.
+    pub reason: String,
+}
+
+/// A command failed.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandError {
+    /// The payload said so.
+    #[error("the payload could not {what}: {message}")]
+    Failed {
+        /// What it was told to do.
+        what: &'static str,
+        /// Its words.
+        message: String,
+    },
+    /// It did not answer.
+    #[error("the payload did not {what} within {waited_s} s")]
+    NoAnswer {
+        /// What it was told to do.
+        what: &'static str,
+        /// How long we waited.
+        waited_s: u64,
+    },
+}
+
+impl ControlMap {
+    /// Maps the block that stands at `start` in process `pid`.
+    pub fn open(pid: u32, start: u64) -> io::Result<Self> {
+        let end = start + CONTROL_BYTES as u64;
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(format!("/proc/{pid}/map_files/{start:x}-{end:x}"))?;
+        if file.metadata()?.len() < CONTROL_BYTES as u64 {
+            return Err(io::Error::other("the control block is cut off"));
+        }
+        let len = NonZeroUsize::new(CONTROL_BYTES).expect("not zero");
+        let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a new shared mapping at an address of the kernel's choice touches no memory of ours.
+        let at = unsafe { mmap(None, len, prot, MapFlags::MAP_SHARED, &file, 0) }?;
+        Ok(Self {
+            at: at.cast(),
+            in_target: start,
+        })
+    }
+
+    /// Where the block stands in the target.
+    pub fn address(&self) -> u64 {
+        self.in_target
+    }
+
+    fn pointer(&self) -> *mut Control {
+        self.at.as_ptr()
+    }
+
+    /// Writes what the bootstrap needs to load the payload.
+    pub fn set_boot_text(&self, path: &str, symbol: &str) {
+        let put = |to: *mut u8, room: usize, text: &str| {
+            for (index, byte) in text.bytes().take(room - 1).enumerate() {
+                // SAFETY: `to` is a byte array of `room` bytes inside the mapping; `index` stays below `room - 1`, and
+                // the zero behind it is there since the memfd was made.
+                unsafe { to.add(index).write_volatile(byte) };
+            }
+        };
+        // SAFETY: the fields lie within the mapping; only their addresses are taken.
+        let (path_at, symbol_at) = unsafe {
+            (
+                &raw mut (*self.pointer()).boot.path,
+                &raw mut (*self.pointer()).boot.symbol,
+            )
+        };
+        put(path_at.cast(), 64, path);
+        put(symbol_at.cast(), 32, symbol);
+    }
+
+    /// What the loader said when the bootstrap failed.
+    pub fn boot_message(&self) -> String {
+        // SAFETY: a copy of bytes inside the mapping; any bytes are valid.
+        text(&unsafe { (&raw const (*self.pointer()).boot.message).read_volatile() })
+    }
+
+    /// Why the last command failed.
+    pub fn message(&self) -> String {
+        // SAFETY: as in `boot_message`.
+        text(&unsafe { (&raw const (*self.pointer()).message).read_volatile() })
+    }
+
+    /// Name of the payload's hook engine.
+    pub fn engine(&self) -> String {
+        // SAFETY: as in `boot_message`.
+        text(&unsafe { (&raw const (*self.pointer()).engine).read_volatile() })
+    }
+
+    /// The plan that was last written.
+    pub fn plan(&self) -> Plan {
+        // SAFETY: `Plan` is plain integers; any bytes are valid.
+        unsafe { (&raw const (*self.pointer()).plan).read_volatile() }
+    }
+
+    /// Writes the plan that the next ENABLE or SET_PLAN reads.
+    pub fn set_plan(&self, plan: &Plan) {
+        // SAFETY: the field lies within the mapping; the payload reads it only after the command that follows.
+        unsafe { (&raw mut (*self.pointer()).plan).write_volatile(*plan) };
+    }
+
+    /// Copies hook slot `index` out and checks it.
+    pub fn hook(&self, index: usize) -> HookState {
+        assert!(index < HOOKED);
+        let slot: *const HookSlot = &raw const self.hooks[index];
+        // SAFETY: `slot` lies within the mapping; these fields are plain bytes and integers, valid whatever they hold.
+        let (original, patched, relocated, reason): (
+            [u8; WINDOW_MAX],
+            [u8; WINDOW_MAX],
+            [Relocated; RELOCATED_MAX],
+            [u8; 96],
+        ) = unsafe {
+            (
+                (&raw const (*slot).original).read_volatile(),
+                (&raw const (*slot).patched).read_volatile(),
+                (&raw const (*slot).relocated).read_volatile(),
+                (&raw const (*slot).reason).read_volatile(),
+            )
+        };
+        let slot = &self.hooks[index];
+        let len = slot.window_len.load(Ordering::Acquire) as usize;
+        let len = if len <= WINDOW_MAX { len } else { 0 };
+        let count = (slot.relocated_len.load(Ordering::Acquire) as usize).min(RELOCATED_MAX);
+        let mut status = slot.status.load(Ordering::Acquire);
+        let window = slot.window.load(Ordering::Acquire);
+        let start = slot.address.load(Ordering::Acquire);
+        // A window elsewhere than near the start of its function is none that we asked for.
+        if status == hook::PREPARED
+            && (len == 0 || !(start..start.saturating_add(32)).contains(&window))
+        {
+            status = hook::REFUSED;
+        }
+        HookState {
+            status,
+            window,
+            original: original[..len].to_vec(),
+            patched: patched[..len].to_vec(),
+            relocated: relocated[..count]
+                .iter()
+                .map(|moved| (moved.from, moved.to))
+                .collect(),
+            reason: text(&reason),
+        }
+    }
+
+    /// Gives a command and waits until it is carried out.
+    pub fn command(&self, number: u32, limit: Duration) -> Result<(), CommandError> {
+        let what = match number {
+            command::PREPARE => "prepare its hooks",
+            command::ENABLE => "start copying",
+            command::DISABLE => "drain the copies in flight",
+            command::STOP => "stop",
+            _ => "take the plan",
+        };
+        self.command.store(number, Ordering::Release);
+        let seq = self
+            .command_seq
+            .fetch_add(1, Ordering::AcqRel)
+            .wrapping_add(1);
+        wake(&self.command_seq);
+        let deadline = Instant::now() + limit;
+        while self.done_seq.load(Ordering::Acquire) != seq {
+            if Instant::now() >= deadline {
+                return Err(CommandError::NoAnswer {
+                    what,
+                    waited_s: limit.as_secs(),
+                });
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        match self.result.load(Ordering::Acquire) {
+            0 => Ok(()),
+            _ => Err(CommandError::Failed {
+                what,
+                message: self.message(),
+            }),
+        }
+    }
+}
+
+impl Deref for ControlMap {
+    type Target = Control;
+
+    fn deref(&self) -> &Control {
+        // SAFETY: the mapping is as long as a `Control` and lives as long as `self`. Shared references are used for the
+        // atomics alone; the plain fields are only reached through raw pointers in this file.
+        unsafe { self.at.as_ref() }
+    }
+}
+
+impl Drop for ControlMap {
+    fn drop(&mut self) {
+        // SAFETY: `at` is the start of the mapping made in `open`, and nothing borrowed from it outlives `self`.
+        let _ = unsafe { munmap(self.at.cast(), CONTROL_BYTES) };
+    }
+}
+
+/// Wakes whoever waits on `word` in another process.
+pub fn wake(word: &AtomicU32) {
+    // SAFETY: FUTEX_WAKE only uses the address, which is valid.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
+}
+
+/// NUL-terminated bytes of a foreign process as printable text.
+fn text(bytes: &[u8]) -> String {
+    let end = bytes
+        .iter()
+        .position(|&byte| byte == 0)
+        .unwrap_or(bytes.len());
+    String::from_utf8_lossy(&bytes[..end])
+        .chars()
+        .map(|c| if c.is_control() { '?' } else { c })
+        .collect()
+}

@@ -1,0 +1,521 @@
+//! Attaching to a live process: bringing the payload in, patching, and taking both out again.
+//!
+//! If `cmt` dies at any point the target goes on: threads that it holds are released by the kernel, the stub needs no
+//! help to finish, and each function is patched by one write that is whole in itself.
+
+mod commit;
+mod control;
+mod hijack;
+mod stub;
+mod threads;
+
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use cmt_common::api::{COPY_FNS, HOOKED};
+use cmt_common::control::{MAGIC, PAYLOAD_ENTRY, Plan, VERSION, boot, command, hook, state};
+use nix::fcntl::{Flock, FlockArg};
+
+pub use commit::{Committed, Patch};
+pub use control::{CommandError, ControlMap, HookState};
+use hijack::{Cave, Job};
+pub use threads::ThreadError;
+
+use crate::target::{Target, TargetError};
+
+/// The payload, built from `cmt-inject`.
+const PAYLOAD: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/payload.so"));
+/// Longest wait for a step of the bootstrap and for commands that do not drain copies.
+const STEP_LIMIT: Duration = Duration::from_secs(5);
+/// Longest wait for copies in flight and for streams that still read staged bytes.
+const DRAIN_LIMIT: Duration = Duration::from_secs(60);
+
+/// Why attaching or detaching failed.
+#[derive(Debug, thiserror::Error)]
+pub enum InjectError {
+    /// The preflight refused.
+    #[error(transparent)]
+    Target(#[from] TargetError),
+    /// A thread could not be stopped.
+    #[error(transparent)]
+    Thread(#[from] ThreadError),
+    /// The payload did not do what it was told.
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    /// Already patched.
+    #[error(
+        "process {pid} is already attached; see `cmt status {pid}`, or take it off with `cmt detach {pid}`"
+    )]
+    AlreadyAttached {
+        /// Which.
+        pid: u32,
+    },
+    /// Never patched.
+    #[error("process {pid} is not attached; nothing to detach")]
+    NotAttached {
+        /// Which.
+        pid: u32,
+    },
+    /// Another version's payload is inside.
+    #[error(
+        "process {pid} holds the payload of another cmt version (control block {found}, this cmt speaks {VERSION}); use that version, or restart the process"
+    )]
+    OtherVersion {
+        /// Which.
+        pid: u32,
+        /// Its version.
+        found: u32,
+    },
+    /// A forked child of a patched process.
+    #[error(
+        "process {pid} is a forked child of an attached process: it copies as stock does, and cannot be attached to or detached from"
+    )]
+    ForkedChild {
+        /// Which.
+        pid: u32,
+    },
+    /// Another `cmt` is at work on it.
+    #[error("another cmt is at work on process {pid}; wait until it has finished")]
+    Busy {
+        /// Which.
+        pid: u32,
+    },
+    /// No space for the stub.
+    #[error(
+        "no unused bytes were found behind the code of any of its libraries; nothing was changed"
+    )]
+    NoCave,
+    /// No thread can be used.
+    #[error(
+        "no thread was found in a safe place within {waited_ms} ms; nothing was changed, try again"
+    )]
+    NoSafeThread {
+        /// How long we looked.
+        waited_ms: u128,
+    },
+    /// The bootstrap did not come up.
+    #[error(
+        "the target did not start a thread for the payload within {waited_s} s (thread or memory limit?); its copies are unchanged"
+    )]
+    NoBootstrap {
+        /// How long we waited.
+        waited_s: u64,
+    },
+    /// The payload could not be loaded.
+    #[error("the payload could not be loaded: {message}; copies are unchanged")]
+    NotLoaded {
+        /// What the loader said.
+        message: String,
+    },
+    /// Not one function can be hooked.
+    #[error("none of the copy functions can be patched ({first}); copies are unchanged")]
+    NothingToPatch {
+        /// The first refusal.
+        first: String,
+    },
+    /// A window holds other bytes than expected.
+    #[error(
+        "the code at {address:#x} is not what it was; another tool patched it? Nothing was changed"
+    )]
+    UnexpectedCode {
+        /// Where.
+        address: u64,
+    },
+    /// Threads kept standing in a window.
+    #[error(
+        "a thread stood inside the code to patch in each of {tries} tries; nothing was changed, try again"
+    )]
+    WindowBusy {
+        /// How often we tried.
+        tries: u32,
+    },
+    /// The target's memory could not be written.
+    #[error("process {pid}: writing its memory")]
+    Write {
+        /// Which.
+        pid: u32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The control block could not be mapped.
+    #[error(
+        "process {pid}: mapping the control block (needs CAP_SYS_ADMIN or CAP_CHECKPOINT_RESTORE; run as root)"
+    )]
+    Control {
+        /// Which.
+        pid: u32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// What an attach did, with its costs.
+#[derive(Clone, Debug)]
+pub struct Attached {
+    /// Functions that now go through the payload.
+    pub patched: Vec<&'static str>,
+    /// Functions that could not be patched, and why.
+    pub refused: Vec<(&'static str, String)>,
+    /// The hook engine's name.
+    pub engine: String,
+    /// The whole attach.
+    pub took: Duration,
+    /// How long the hijacked thread was held; zero if the payload was there already.
+    pub held: Duration,
+    /// The commit.
+    pub commit: Committed,
+}
+
+/// What a detach did.
+#[derive(Clone, Copy, Debug)]
+pub struct Detached {
+    /// The whole detach.
+    pub took: Duration,
+    /// How many functions got their bytes back.
+    pub restored: usize,
+    /// How long all threads were stopped for that.
+    pub pause: Duration,
+}
+
+/// Keeps a second `cmt` away from the same target; released when dropped, or when this process dies.
+fn lock(pid: u32) -> Result<Flock<std::fs::File>, InjectError> {
+    let file = std::fs::File::open(format!("/proc/{pid}/status"))
+        .map_err(|_| TargetError::NoSuchProcess { pid })?;
+    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|_| InjectError::Busy { pid })
+}
+
+/// The control block of a target into which a payload was loaded, now or earlier.
+pub fn find_control(target: &Target) -> Result<Option<ControlMap>, InjectError> {
+    let pid = target.pid;
+    for address in target.control_addresses() {
+        let control = ControlMap::open(pid, address)
+            .map_err(|source| InjectError::Control { pid, source })?;
+        if control.magic.load(Ordering::Acquire) != MAGIC {
+            continue; // Left by a bootstrap that was given up.
+        }
+        let found = control.version.load(Ordering::Acquire);
+        if found != VERSION {
+            return Err(InjectError::OtherVersion { pid, found });
+        }
+        return Ok(Some(control));
+    }
+    Ok(None)
+}
+
+/// Attaches: loads the payload, patches all functions that can be patched, and starts staging by `plan`.
+///
+/// `max_threads` bounds the threads that move bytes; 0 leaves it to the payload. On any error the target's copies are as
+/// they were.
+pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Attached, InjectError> {
+    let started = Instant::now();
+    let pid = target.pid;
+    let _lock = lock(pid)?;
+    let libc = target.libc()?;
+    let cuda = target.cuda()?;
+    let (control, cave, held) = match find_control(target)? {
+        None => {
+            let (cave, held) = load(target, &libc, &cuda)?;
+            (cave.0, Some(cave.1), held)
+        }
+        Some(control) => {
+            check_owner(target, &control)?;
+            let alive = has_control_thread(target, &control);
+            let now = control.state.load(Ordering::Acquire);
+            if alive && now == state::ENABLED {
+                return Err(InjectError::AlreadyAttached { pid });
+            }
+            if alive {
+                (control, None, Duration::ZERO) // An earlier cmt died on its way; go on from there.
+            } else {
+                let (cave, held) = restart(target, &libc, &control)?;
+                (control, Some(cave), held)
+            }
+        }
+    };
+    let result = patch_and_enable(target, &control, plan, max_threads, cave);
+    match result {
+        Ok(commit) => {
+            let hooks = || (0..HOOKED).map(|index| (index, control.hook(index)));
+            Ok(Attached {
+                patched: hooks()
+                    .filter(|(_, hook)| hook.status == hook::PREPARED)
+                    .map(|(index, _)| COPY_FNS[index].name)
+                    .collect(),
+                refused: hooks()
+                    .filter(|(_, hook)| hook.status == hook::REFUSED)
+                    .map(|(index, hook)| (COPY_FNS[index].name, hook.reason))
+                    .collect(),
+                engine: control.engine(),
+                took: started.elapsed(),
+                held,
+                commit,
+            })
+        }
+        Err(error) => {
+            // The payload is inside but must not stay: take out what was written and let its thread end.
+            let _ = unpatch_and_stop(target, &control);
+            if let Some(cave) = cave {
+                let _ = commit::commit(target, &[], Some(cave));
+            }
+            Err(error)
+        }
+    }
+}
+
+/// Detaches: drains, restores the original bytes, stops the helpers and frees pinned memory.
+pub fn detach(target: &mut Target) -> Result<Detached, InjectError> {
+    let started = Instant::now();
+    let pid = target.pid;
+    let _lock = lock(pid)?;
+    let control = find_control(target)?.ok_or(InjectError::NotAttached { pid })?;
+    check_owner(target, &control)?;
+    if control.state.load(Ordering::Acquire) == state::STOPPED {
+        return Err(InjectError::NotAttached { pid });
+    }
+    let (restored, pause) = unpatch_and_stop(target, &control)?;
+    Ok(Detached {
+        took: started.elapsed(),
+        restored,
+        pause,
+    })
+}
+
+/// Whether the payload's control thread lives.
+pub fn has_control_thread(target: &Target, control: &ControlMap) -> bool {
+    control.control_tid.load(Ordering::Acquire) != 0
+        && target
+            .threads()
+            .unwrap_or_default()
+            .into_iter()
+            .any(|tid| thread_name(target.pid, tid) == "cmt-control")
+}
+
+/// Refuses a forked child: it shares the parent's control block but not its threads.
+pub fn check_owner(target: &Target, control: &ControlMap) -> Result<(), InjectError> {
+    let owner = control.pid.load(Ordering::Acquire);
+    if owner != 0 && target.own_pid() != Some(owner) {
+        return Err(InjectError::ForkedChild { pid: target.pid });
+    }
+    Ok(())
+}
+
+/// Brings the payload in and waits until its control thread serves commands.
+fn load(
+    target: &mut Target,
+    libc: &crate::target::Libc,
+    cuda: &crate::target::Cuda,
+) -> Result<((ControlMap, Cave), Duration), InjectError> {
+    let pid = target.pid;
+    let known = target.control_addresses();
+    let (cave, _, held) = hijack::launch(target, libc, Job::Load)?;
+    let deadline = Instant::now() + STEP_LIMIT;
+    let control = loop {
+        target.refresh_maps()?;
+        let fresh = target
+            .control_addresses()
+            .into_iter()
+            .find(|address| !known.contains(address));
+        if let Some(address) = fresh {
+            let control = ControlMap::open(pid, address)
+                .map_err(|source| InjectError::Control { pid, source })?;
+            if control.boot.state.load(Ordering::Acquire) == boot::READY {
+                break control;
+            }
+        }
+        if Instant::now() >= deadline {
+            let _ = commit::commit(target, &[], Some(cave));
+            return Err(InjectError::NoBootstrap {
+                waited_s: STEP_LIMIT.as_secs(),
+            });
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    };
+    let result = fill_and_start(target, libc, cuda, &control);
+    if let Err(error) = result {
+        control.boot.state.store(boot::ABORT, Ordering::Release);
+        control::wake(&control.boot.state);
+        std::thread::sleep(Duration::from_millis(20));
+        let _ = commit::commit(target, &[], Some(cave));
+        return Err(error);
+    }
+    Ok(((control, cave), held))
+}
+
+fn fill_and_start(
+    target: &mut Target,
+    libc: &crate::target::Libc,
+    cuda: &crate::target::Cuda,
+    control: &ControlMap,
+) -> Result<(), InjectError> {
+    let pid = target.pid;
+    let fd = control.boot.payload_fd.load(Ordering::Acquire);
+    OpenOptions::new()
+        .write(true)
+        .open(format!("/proc/{pid}/fd/{fd}"))
+        .and_then(|mut file| file.write_all(PAYLOAD))
+        .map_err(|source| InjectError::Write { pid, source })?;
+    control.set_boot_text(&format!("/proc/self/fd/{fd}"), PAYLOAD_ENTRY);
+    control.boot.dlopen.store(libc.dlopen, Ordering::Relaxed);
+    control.boot.dlsym.store(libc.dlsym, Ordering::Relaxed);
+    control.boot.dlerror.store(libc.dlerror, Ordering::Relaxed);
+    for (slot, symbol) in control.driver.iter().zip(cuda.driver) {
+        slot.store(symbol.map_or(0, |symbol| symbol.address), Ordering::Relaxed);
+    }
+    for (slot, symbol) in control.hooks.iter().zip(cuda.hooked) {
+        slot.address
+            .store(symbol.map_or(0, |symbol| symbol.address), Ordering::Relaxed);
+        slot.size
+            .store(symbol.map_or(0, |symbol| symbol.size), Ordering::Relaxed);
+    }
+    control.version.store(VERSION, Ordering::Relaxed);
+    control.magic.store(MAGIC, Ordering::Relaxed);
+    control.boot.state.store(boot::LOAD, Ordering::Release);
+    control::wake(&control.boot.state);
+    wait_running(control)?;
+    Ok(target.refresh_maps()?)
+}
+
+fn wait_running(control: &ControlMap) -> Result<(), InjectError> {
+    let deadline = Instant::now() + STEP_LIMIT;
+    loop {
+        match control.boot.state.load(Ordering::Acquire) {
+            boot::RUNNING => return Ok(()),
+            boot::FAILED => {
+                let message = match control.boot_message() {
+                    text if text.is_empty() => control.message(),
+                    text => text,
+                };
+                return Err(InjectError::NotLoaded { message });
+            }
+            _ if Instant::now() >= deadline => {
+                let message =
+                    "the loader did not come back; does another thread sit in dlopen?".to_owned();
+                return Err(InjectError::NotLoaded { message });
+            }
+            _ => std::thread::sleep(Duration::from_micros(100)),
+        }
+    }
+}
+
+/// Starts the control thread of a payload that is loaded already.
+fn restart(
+    target: &Target,
+    libc: &crate::target::Libc,
+    control: &ControlMap,
+) -> Result<(Cave, Duration), InjectError> {
+    let entry = control.entry.load(Ordering::Acquire);
+    if !target.is_payload_code(entry) {
+        let message = "its control block names no code of the payload".to_owned();
+        return Err(InjectError::NotLoaded { message });
+    }
+    control.boot.state.store(boot::LOAD, Ordering::Release);
+    let (cave, _, held) = hijack::launch(
+        target,
+        libc,
+        Job::Restart {
+            entry,
+            control: control.address(),
+        },
+    )?;
+    if let Err(error) = wait_running(control) {
+        let _ = commit::commit(target, &[], Some(cave));
+        return Err(error);
+    }
+    Ok((cave, held))
+}
+
+fn patch_and_enable(
+    target: &Target,
+    control: &ControlMap,
+    plan: &Plan,
+    max_threads: u32,
+    cave: Option<Cave>,
+) -> Result<Committed, InjectError> {
+    control.command(command::PREPARE, STEP_LIMIT)?;
+    let hooks: Vec<HookState> = (0..HOOKED).map(|index| control.hook(index)).collect();
+    let ready: Vec<usize> = (0..HOOKED)
+        .filter(|&index| hooks[index].status == hook::PREPARED)
+        .collect();
+    if ready.is_empty() {
+        let first = hooks
+            .into_iter()
+            .find(|hook| hook.status == hook::REFUSED)
+            .map_or("libcuda exports none of them".to_owned(), |hook| {
+                hook.reason
+            });
+        return Err(InjectError::NothingToPatch { first });
+    }
+    let patches: Vec<Patch> = ready
+        .iter()
+        .filter(|&&index| !is_patched(target, &hooks[index]))
+        .map(|&index| Patch {
+            window: hooks[index].window,
+            from: hooks[index].original.clone(),
+            to: hooks[index].patched.clone(),
+            moves: hooks[index].relocated.clone(),
+        })
+        .collect();
+    let committed = commit::commit(target, &patches, cave)?;
+    for &index in &ready {
+        control.hooks[index].committed.store(1, Ordering::Release);
+    }
+    control.set_plan(plan);
+    control.max_threads.store(max_threads, Ordering::Release);
+    control.command(command::ENABLE, STEP_LIMIT)?;
+    Ok(committed)
+}
+
+fn unpatch_and_stop(
+    target: &Target,
+    control: &ControlMap,
+) -> Result<(usize, Duration), InjectError> {
+    let alive = has_control_thread(target, control);
+    if alive {
+        control.command(command::DISABLE, DRAIN_LIMIT)?;
+    }
+    let patches: Vec<Patch> = (0..HOOKED)
+        .map(|index| control.hook(index))
+        .filter(|hook| hook.status == hook::PREPARED && is_patched(target, hook))
+        .map(|hook| Patch {
+            window: hook.window,
+            from: hook.patched,
+            to: hook.original,
+            moves: Vec::new(),
+        })
+        .collect();
+    let committed = commit::commit(target, &patches, None)?;
+    for slot in &control.hooks {
+        slot.committed.store(0, Ordering::Release);
+    }
+    if alive {
+        control.command(command::STOP, DRAIN_LIMIT)?;
+        let deadline = Instant::now() + STEP_LIMIT;
+        while has_our_threads(target) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+    Ok((patches.len(), committed.pause))
+}
+
+fn is_patched(target: &Target, hook: &HookState) -> bool {
+    target.memory.read_up_to(hook.window, hook.patched.len()) == hook.patched
+}
+
+fn has_our_threads(target: &Target) -> bool {
+    target
+        .threads()
+        .unwrap_or_default()
+        .into_iter()
+        .any(|tid| thread_name(target.pid, tid).starts_with("cmt-"))
+}
+
+/// Name of a thread; empty if it has ended.
+fn thread_name(pid: u32, tid: i32) -> String {
+    std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/comm"))
+        .map(|name| name.trim_end().to_owned())
+        .unwrap_or_default()
+}

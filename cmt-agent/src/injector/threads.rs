@@ -1,0 +1,368 @@
+//! Stopping and resuming threads of a target with ptrace.
+//!
+//! A thread that is dropped while stopped goes on: [`Stopped`] detaches on drop, and the kernel does the same if `cmt`
+//! dies. All calls for one thread must come from the thread of ours that seized it.
+#![expect(unsafe_code, reason = "ptrace requests that nix does not wrap")]
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sys::ptrace;
+use nix::sys::signal::Signal;
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
+
+/// Why a thread could not be stopped or read.
+#[derive(Debug, thiserror::Error)]
+pub enum ThreadError {
+    /// It has ended: nothing to do.
+    #[error("thread {tid} has ended")]
+    Gone {
+        /// Which.
+        tid: i32,
+    },
+    /// Something else traces it, or we may not.
+    #[error(
+        "thread {tid} cannot be traced: {errno}; is a debugger, strace or another cmt attached?"
+    )]
+    Refused {
+        /// Which.
+        tid: i32,
+        /// What the kernel said.
+        errno: Errno,
+    },
+    /// It did not stop in time, as threads in uninterruptible sleep do not.
+    #[error(
+        "thread {tid} did not stop within {waited_ms} ms (uninterruptible sleep?); nothing was changed, try again"
+    )]
+    DoesNotStop {
+        /// Which.
+        tid: i32,
+        /// How long we waited.
+        waited_ms: u128,
+    },
+    /// A ptrace request failed.
+    #[error("ptrace {request} on thread {tid}: {errno}")]
+    Ptrace {
+        /// Which thread.
+        tid: i32,
+        /// Which request.
+        request: &'static str,
+        /// What the kernel said.
+        errno: Errno,
+    },
+}
+
+/// A thread that we hold stopped.
+#[derive(Debug)]
+pub struct Stopped {
+    /// Thread id.
+    pub tid: i32,
+    /// Its general registers.
+    pub regs: libc::user_regs_struct,
+    /// The signal that it was about to receive; it gets it when it is resumed.
+    signal: Option<Signal>,
+    detached: bool,
+}
+
+/// A thread that we trace and that still runs.
+#[derive(Debug)]
+pub struct Seized {
+    tid: i32,
+    detached: bool,
+}
+
+impl Seized {
+    /// Starts tracing a thread without stopping it.
+    pub fn seize(tid: i32) -> Result<Self, ThreadError> {
+        match ptrace::seize(Pid::from_raw(tid), ptrace::Options::empty()) {
+            Ok(()) => Ok(Self {
+                tid,
+                detached: false,
+            }),
+            Err(Errno::ESRCH) => Err(ThreadError::Gone { tid }),
+            Err(errno) => Err(ThreadError::Refused { tid, errno }),
+        }
+    }
+
+    /// Asks it to stop, without waiting.
+    pub fn interrupt(&self) -> Result<(), ThreadError> {
+        let tid = self.tid;
+        ptrace::interrupt(Pid::from_raw(tid)).map_err(|errno| match errno {
+            Errno::ESRCH => ThreadError::Gone { tid },
+            errno => ThreadError::Ptrace {
+                tid,
+                request: "INTERRUPT",
+                errno,
+            },
+        })
+    }
+
+    /// Waits until it has stopped, `deadline` at the longest.
+    pub fn wait(mut self, deadline: Instant) -> Result<Stopped, ThreadError> {
+        let tid = self.tid;
+        let started = Instant::now();
+        let mut spins = 0;
+        let signal = loop {
+            match waitpid(
+                Pid::from_raw(tid),
+                Some(WaitPidFlag::__WALL | WaitPidFlag::WNOHANG),
+            ) {
+                Ok(WaitStatus::StillAlive) => {}
+                Ok(WaitStatus::PtraceEvent(..)) => break None,
+                Ok(WaitStatus::Stopped(_, signal)) => break Some(signal),
+                Ok(WaitStatus::Exited(..) | WaitStatus::Signaled(..)) | Err(Errno::ECHILD) => {
+                    self.detached = true;
+                    return Err(ThreadError::Gone { tid });
+                }
+                Ok(_) | Err(Errno::EINTR) => {}
+                Err(errno) => {
+                    return Err(ThreadError::Ptrace {
+                        tid,
+                        request: "wait",
+                        errno,
+                    });
+                }
+            }
+            if Instant::now() >= deadline {
+                let waited_ms = started.elapsed().as_millis();
+                return Err(ThreadError::DoesNotStop { tid, waited_ms });
+            }
+            spins += 1;
+            if spins > 200 {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        };
+        self.detached = true;
+        let mut stopped = Stopped {
+            tid,
+            regs: zero_regs(),
+            signal,
+            detached: false,
+        };
+        stopped.regs =
+            ptrace::getregs(Pid::from_raw(tid)).map_err(|errno| ThreadError::Ptrace {
+                tid,
+                request: "GETREGS",
+                errno,
+            })?;
+        Ok(stopped)
+    }
+}
+
+impl Drop for Seized {
+    fn drop(&mut self) {
+        if self.detached {
+            return;
+        }
+        // A running tracee cannot be detached; stop it first. Should that fail, the end of this process detaches it.
+        let pid = Pid::from_raw(self.tid);
+        self.detached = true;
+        if self.interrupt().is_ok() {
+            let seized = Self {
+                tid: self.tid,
+                detached: true,
+            };
+            let _ = seized.wait(Instant::now() + Duration::from_millis(5));
+        }
+        let _ = ptrace::detach(pid, None);
+    }
+}
+
+impl Stopped {
+    /// Writes `self.regs` to the thread.
+    pub fn set_regs(&self) -> Result<(), ThreadError> {
+        ptrace::setregs(Pid::from_raw(self.tid), self.regs).map_err(|errno| ThreadError::Ptrace {
+            tid: self.tid,
+            request: "SETREGS",
+            errno,
+        })
+    }
+
+    /// True if it was about to run a signal handler or die of a signal.
+    pub fn has_signal(&self) -> bool {
+        self.signal.is_some()
+    }
+
+    /// The extended state (x87, SSE, AVX …) in the layout of XSAVE.
+    pub fn extended_state(&self) -> Result<Vec<u8>, ThreadError> {
+        const NT_X86_XSTATE: usize = 0x202;
+        let mut state = vec![0u8; 64 << 10];
+        let mut vector = libc::iovec {
+            iov_base: state.as_mut_ptr().cast(),
+            iov_len: state.len(),
+        };
+        // SAFETY: the kernel writes at most `iov_len` bytes to `state`, which outlives the call, and updates `vector`.
+        let result = unsafe {
+            libc::ptrace(
+                libc::PTRACE_GETREGSET,
+                self.tid,
+                NT_X86_XSTATE,
+                &raw mut vector,
+            )
+        };
+        Errno::result(result).map_err(|errno| ThreadError::Ptrace {
+            tid: self.tid,
+            request: "GETREGSET",
+            errno,
+        })?;
+        state.truncate(vector.iov_len);
+        Ok(state)
+    }
+
+    /// True if the thread stands inside a restartable sequence (rseq) that moving it would break.
+    pub fn in_rseq(&self, read_word: impl Fn(u64) -> Option<u64>) -> bool {
+        const PTRACE_GET_RSEQ_CONFIGURATION: u32 = 0x420f;
+        /// Offset of `rseq_cs` in `struct rseq` of the kernel's `rseq.h`.
+        const RSEQ_CS: u64 = 8;
+        let mut configuration = [0u64; 3];
+        // SAFETY: the kernel writes at most the 24 bytes whose size is passed.
+        let result = unsafe {
+            libc::ptrace(
+                PTRACE_GET_RSEQ_CONFIGURATION as _,
+                self.tid,
+                size_of_val(&configuration),
+                configuration.as_mut_ptr(),
+            )
+        };
+        result > 0
+            && configuration[0] != 0
+            && read_word(configuration[0] + RSEQ_CS).is_some_and(|cs| cs != 0)
+    }
+
+    /// If the stop has made a system call return early with EINTR, lets the kernel start it again.
+    ///
+    /// Most calls are restarted by the kernel; these return EINTR after any stop (signal(7), "Interruption of system
+    /// calls and library functions by stop signals"). A signal that waits must be seen by the call, so it is not touched.
+    pub fn rewrite_eintr(&mut self) -> Result<(), ThreadError> {
+        if self.was_interrupted() && !self.has_signal() && !pending_signals(self.tid) {
+            self.regs.rax = -514i64 as u64; // -ERESTARTNOHAND
+            self.set_regs()?;
+        }
+        Ok(())
+    }
+
+    fn was_interrupted(&self) -> bool {
+        self.regs.rax as i64 == -i64::from(libc::EINTR)
+            && EINTR_AFTER_STOP.contains(&(self.regs.orig_rax as i64))
+    }
+
+    /// How the interrupted system call, if any, goes on when the thread takes a detour first: `(rip, rax)`.
+    pub fn resume_point(&self) -> (u64, u64) {
+        const SYSCALL_LEN: u64 = 2;
+        let again = self.regs.rip.wrapping_sub(SYSCALL_LEN);
+        if (self.regs.orig_rax as i64) < 0 {
+            return (self.regs.rip, self.regs.rax);
+        }
+        match self.regs.rax as i64 {
+            // ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND
+            -512 | -513 | -514 => (again, self.regs.orig_rax),
+            // ERESTART_RESTARTBLOCK
+            -516 => (again, libc::SYS_restart_syscall as u64),
+            _ if self.was_interrupted() => (again, self.regs.orig_rax),
+            _ => (self.regs.rip, self.regs.rax),
+        }
+    }
+
+    /// Lets it run on, untraced, with the signal that it was to receive.
+    pub fn resume(mut self) {
+        self.detach();
+    }
+
+    fn detach(&mut self) {
+        if !self.detached {
+            self.detached = true;
+            let _ = ptrace::detach(Pid::from_raw(self.tid), self.signal);
+        }
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        self.detach();
+    }
+}
+
+/// Calls that fail with EINTR when their thread was stopped and continued.
+const EINTR_AFTER_STOP: &[i64] = &[
+    libc::SYS_epoll_wait,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_pwait2,
+    libc::SYS_semop,
+    libc::SYS_semtimedop,
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_io_getevents,
+    libc::SYS_read,
+    libc::SYS_readv,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    libc::SYS_recvmmsg,
+    libc::SYS_accept,
+    libc::SYS_accept4,
+    libc::SYS_sendto,
+    libc::SYS_sendmsg,
+    libc::SYS_write,
+    libc::SYS_writev,
+    libc::SYS_msgrcv,
+    libc::SYS_msgsnd,
+    libc::SYS_futex,
+    libc::SYS_poll,
+    libc::SYS_ppoll,
+    libc::SYS_nanosleep,
+    libc::SYS_clock_nanosleep,
+];
+
+/// True if an unblocked signal waits for the thread or its process.
+pub fn pending_signals(tid: i32) -> bool {
+    let Ok(status) = fs::read_to_string(format!("/proc/{tid}/status")) else {
+        return true;
+    };
+    let mask = |name: &str| {
+        status
+            .lines()
+            .find_map(|line| line.strip_prefix(name))
+            .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
+            .unwrap_or(0)
+    };
+    (mask("SigPnd:") | mask("ShdPnd:")) & !mask("SigBlk:") != 0
+}
+
+/// Stops every thread of a process: those that `list` names, again and again until it names no new one.
+///
+/// On failure all threads run on.
+pub fn stop_all(list: impl Fn() -> Vec<i32>, limit: Duration) -> Result<Vec<Stopped>, ThreadError> {
+    let deadline = Instant::now() + limit;
+    let mut stopped: Vec<Stopped> = Vec::new();
+    loop {
+        let mut fresh = Vec::new();
+        for tid in list() {
+            if stopped.iter().any(|thread| thread.tid == tid) {
+                continue;
+            }
+            match Seized::seize(tid) {
+                Ok(seized) => fresh.push(seized),
+                Err(ThreadError::Gone { .. }) => {}
+                // A thread that is exiting refuses too; a second look tells.
+                Err(error) if list().contains(&tid) => return Err(error),
+                Err(_) => {}
+            }
+        }
+        if fresh.is_empty() {
+            return Ok(stopped);
+        }
+        fresh.retain(|seized| seized.interrupt().is_ok());
+        for seized in fresh {
+            match seized.wait(deadline) {
+                Ok(thread) => stopped.push(thread),
+                Err(ThreadError::Gone { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+fn zero_regs() -> libc::user_regs_struct {
+    // SAFETY: `user_regs_struct` is plain integers, for which all zeros is a value.
+    unsafe { std::mem::zeroed() }
+}

@@ -1,0 +1,462 @@
+//! A live process that `cmt` is to attach to: what it is, whether it can be served, and where its functions are.
+//!
+//! Nothing here changes the target. Every refusal names the cause and the remedy.
+
+pub mod memory;
+pub mod symbols;
+
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use cmt_common::api::{COPY_FNS, DRIVER_FNS, HOOKED};
+use cmt_common::control::{CONTROL_NAME, PAYLOAD_NAME};
+use nix::unistd::Uid;
+use procfs::ProcError;
+use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process};
+
+use memory::Memory;
+use symbols::{Symbol, Symbols, SymbolsError};
+
+/// Why a process cannot be attached to. The target is untouched in every case.
+#[derive(Debug, thiserror::Error)]
+pub enum TargetError {
+    /// There is no such process.
+    #[error("there is no process {pid}; `cmt status` and `pgrep -a` list what runs")]
+    NoSuchProcess {
+        /// As given.
+        pid: u32,
+    },
+    /// The process is a kernel thread.
+    #[error(
+        "process {pid} ({comm}) is a kernel thread; only programs that use CUDA can be attached to"
+    )]
+    KernelThread {
+        /// As given.
+        pid: u32,
+        /// Its name.
+        comm: String,
+    },
+    /// It is `cmt` itself.
+    #[error("process {pid} is this cmt; name the program that copies")]
+    Ourselves {
+        /// As given.
+        pid: u32,
+    },
+    /// It has exited and waits for its parent.
+    #[error("process {pid} ({comm}) has exited")]
+    Exited {
+        /// As given.
+        pid: u32,
+        /// Its name.
+        comm: String,
+    },
+    /// It is stopped.
+    #[error("process {pid} ({comm}) is stopped; continue it first: kill -CONT {pid}")]
+    Stopped {
+        /// As given.
+        pid: u32,
+        /// Its name.
+        comm: String,
+    },
+    /// Another tracer holds it.
+    #[error(
+        "process {pid} ({comm}) is already traced by process {tracer}; end that debugger or strace first"
+    )]
+    Traced {
+        /// As given.
+        pid: u32,
+        /// Its name.
+        comm: String,
+        /// Who traces it.
+        tracer: i32,
+    },
+    /// It runs under strict seccomp.
+    #[error(
+        "process {pid} ({comm}) runs under strict seccomp, which forbids every call that attaching needs"
+    )]
+    StrictSeccomp {
+        /// As given.
+        pid: u32,
+        /// Its name.
+        comm: String,
+    },
+    /// The kernel does not let us look at it.
+    #[error(
+        "no permission to attach to process {pid} ({comm}, user {uid}): run cmt as root (sudo cmt …), or as that user with CAP_SYS_PTRACE"
+    )]
+    NoPermission {
+        /// As given.
+        pid: u32,
+        /// Its name.
+        comm: String,
+        /// Whose it is.
+        uid: u32,
+    },
+    /// Another machine's program.
+    #[error("process {pid} ({comm}) is {found}; this cmt attaches to x86-64 programs only")]
+    Architecture {
+        /// As given.
+        pid: u32,
+        /// Its name.
+        comm: String,
+        /// What its ELF header says.
+        found: String,
+    },
+    /// No dynamic loader.
+    #[error(
+        "process {pid} ({comm}) is statically linked, so the payload cannot be loaded; `cmt trace` still works if it maps libcuda"
+    )]
+    StaticBinary {
+        /// As given.
+        pid: u32,
+        /// Its name.
+        comm: String,
+    },
+    /// Another libc than glibc.
+    #[error("process {pid} ({comm}) runs on musl libc; only glibc programs can be attached to")]
+    Musl {
+        /// As given.
+        pid: u32,
+        /// Its name.
+        comm: String,
+    },
+    /// No libc that we can use.
+    #[error("process {pid} ({comm}): glibc's {function} was not found in its memory")]
+    NoLibc {
+        /// As given.
+        pid: u32,
+        /// Its name.
+        comm: String,
+        /// What is missing.
+        function: &'static str,
+    },
+    /// It does not use CUDA (yet).
+    #[error(
+        "process {pid} ({comm}) has not loaded libcuda.so.1, so it copies nothing to a GPU; attach once it uses CUDA"
+    )]
+    NoCuda {
+        /// As given.
+        pid: u32,
+        /// Its name.
+        comm: String,
+    },
+    /// Its symbols could not be read.
+    #[error("process {pid}: reading the symbols of {library}")]
+    Symbols {
+        /// As given.
+        pid: u32,
+        /// Which library.
+        library: String,
+        /// Why.
+        #[source]
+        source: SymbolsError,
+    },
+    /// `/proc` could not be read.
+    #[error("process {pid}: reading /proc")]
+    Proc {
+        /// As given.
+        pid: u32,
+        /// Why.
+        #[source]
+        source: ProcError,
+    },
+    /// Its memory could not be opened.
+    #[error("process {pid}: opening its memory")]
+    Memory {
+        /// As given.
+        pid: u32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Functions of the target's libc that the bootstrap calls.
+#[derive(Clone, Copy, Debug)]
+pub struct Libc {
+    /// `pthread_create`
+    pub pthread_create: u64,
+    /// `pthread_detach`
+    pub pthread_detach: u64,
+    /// `__errno_location`
+    pub errno_location: u64,
+    /// `dlopen`
+    pub dlopen: u64,
+    /// `dlsym`
+    pub dlsym: u64,
+    /// `dlerror`
+    pub dlerror: u64,
+}
+
+/// Functions of the target's libcuda.
+#[derive(Clone, Debug)]
+pub struct Cuda {
+    /// The hooked functions by position in `COPY_FNS`.
+    pub hooked: [Option<Symbol>; HOOKED],
+    /// What the copy engine calls, by position in `DRIVER_FNS`.
+    pub driver: [Option<Symbol>; DRIVER_FNS.len()],
+}
+
+/// A process that has passed the preflight.
+#[derive(Debug)]
+pub struct Target {
+    /// Process id as we see it.
+    pub pid: u32,
+    /// Its name.
+    pub comm: String,
+    /// Its memory.
+    pub memory: Memory,
+    /// Its mappings at the time of the preflight.
+    pub maps: Vec<MemoryMap>,
+    process: Process,
+}
+
+impl Target {
+    /// Opens `pid` after checking that it can be attached to: exists, alive, ours to touch, x86-64, glibc.
+    pub fn open(pid: u32) -> Result<Self, TargetError> {
+        let gone = |error| match error {
+            ProcError::NotFound(_) => TargetError::NoSuchProcess { pid },
+            source => TargetError::Proc { pid, source },
+        };
+        if pid == std::process::id() {
+            return Err(TargetError::Ourselves { pid });
+        }
+        let number = i32::try_from(pid).map_err(|_| TargetError::NoSuchProcess { pid })?;
+        let process = Process::new(number).map_err(gone)?;
+        let status = process.status().map_err(gone)?;
+        // `/proc/TID` answers for a thread too; only process ids are meant.
+        if status.tgid != number {
+            return Err(TargetError::NoSuchProcess { pid });
+        }
+        let comm = status.name.clone();
+        let no_permission = || TargetError::NoPermission {
+            pid,
+            comm: comm.clone(),
+            uid: status.euid,
+        };
+        if process.stat().map_err(gone)?.flags & PF_KTHREAD != 0 {
+            return Err(TargetError::KernelThread { pid, comm });
+        }
+        match status.state.chars().next() {
+            Some('Z' | 'X') => return Err(TargetError::Exited { pid, comm }),
+            Some('T') => return Err(TargetError::Stopped { pid, comm }),
+            _ => {}
+        }
+        if status.tracerpid != 0 {
+            return Err(TargetError::Traced {
+                pid,
+                comm,
+                tracer: status.tracerpid,
+            });
+        }
+        if status.seccomp == Some(1) {
+            return Err(TargetError::StrictSeccomp { pid, comm });
+        }
+        let maps = match process.maps() {
+            Ok(maps) => maps.0,
+            Err(ProcError::PermissionDenied(_)) => return Err(no_permission()),
+            Err(error) => return Err(gone(error)),
+        };
+        check_architecture(pid, &comm)?;
+        let memory = match Memory::open(pid) {
+            Ok(memory) => memory,
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                return Err(no_permission());
+            }
+            Err(source) => return Err(TargetError::Memory { pid, source }),
+        };
+        if !may_ptrace(&status) {
+            return Err(no_permission());
+        }
+        let target = Self {
+            pid,
+            comm,
+            memory,
+            maps,
+            process,
+        };
+        target.check_libc()?;
+
+        Ok(target)
+    }
+
+    /// Reads the mappings again.
+    pub fn refresh_maps(&mut self) -> Result<(), TargetError> {
+        self.maps = self
+            .process
+            .maps()
+            .map_err(|source| TargetError::Proc {
+                pid: self.pid,
+                source,
+            })?
+            .0;
+        Ok(())
+    }
+
+    /// Thread ids at this moment.
+    pub fn threads(&self) -> Result<Vec<i32>, TargetError> {
+        let tasks = self.process.tasks().map_err(|source| TargetError::Proc {
+            pid: self.pid,
+            source,
+        })?;
+        Ok(tasks.flatten().map(|task| task.tid).collect())
+    }
+
+    /// Start addresses of control blocks: one, unless an attach was once given up halfway.
+    pub fn control_addresses(&self) -> Vec<u64> {
+        self.memfd_maps(CONTROL_NAME)
+            .map(|map| map.address.0)
+            .collect()
+    }
+
+    /// The process id that the process sees itself under (its own pid namespace's).
+    pub fn own_pid(&self) -> Option<u32> {
+        let status = self.process.status().ok()?;
+        status
+            .nspid?
+            .last()
+            .and_then(|&pid| u32::try_from(pid).ok())
+    }
+
+    /// True if `address` lies in an executable mapping of the payload.
+    pub fn is_payload_code(&self, address: u64) -> bool {
+        self.memfd_maps(PAYLOAD_NAME).any(|map| {
+            map.perms.contains(MMPermissions::EXECUTE)
+                && (map.address.0..map.address.1).contains(&address)
+        })
+    }
+
+    fn memfd_maps(&self, name: &str) -> impl Iterator<Item = &MemoryMap> {
+        let path = format!("/memfd:{name}");
+        self.maps.iter().filter(move |map| {
+            matches!(&map.pathname, MMapPath::Path(found) if found.as_os_str().as_bytes().starts_with(path.as_bytes()))
+        })
+    }
+
+    /// Load address of the library whose file name satisfies `wanted`.
+    pub fn library(&self, wanted: impl Fn(&str) -> bool) -> Option<u64> {
+        self.maps
+            .iter()
+            .find(|map| map.offset == 0 && file_name(map).is_some_and(&wanted))
+            .map(|map| map.address.0)
+    }
+
+    /// The libc functions that the bootstrap needs.
+    pub fn libc(&self) -> Result<Libc, TargetError> {
+        // From glibc 2.34 on all stand in libc.so.6; before, in libraries of their own.
+        let libraries: Vec<Symbols> = ["libc.so.6", "libpthread.so.0", "libdl.so.2"]
+            .iter()
+            .filter_map(|&name| Some((name, self.library(|found| is_library(found, name))?)))
+            .map(|(name, base)| self.symbols(name, base))
+            .collect::<Result<_, _>>()?;
+        let find = |function: &'static str| {
+            libraries
+                .iter()
+                .find_map(|symbols| symbols.get(function))
+                .map(|symbol| symbol.address)
+                .ok_or(TargetError::NoLibc {
+                    pid: self.pid,
+                    comm: self.comm.clone(),
+                    function,
+                })
+        };
+        Ok(Libc {
+            pthread_create: find("pthread_create")?,
+            pthread_detach: find("pthread_detach")?,
+            errno_location: find("__errno_location")?,
+            dlopen: find("dlopen")?,
+            dlsym: find("dlsym")?,
+            dlerror: find("dlerror")?,
+        })
+    }
+
+    /// The libcuda functions that the payload hooks and calls.
+    pub fn cuda(&self) -> Result<Cuda, TargetError> {
+        let name = "libcuda.so.1";
+        let base = self
+            .library(|found| found.starts_with("libcuda.so"))
+            .ok_or(TargetError::NoCuda {
+                pid: self.pid,
+                comm: self.comm.clone(),
+            })?;
+        let symbols = self.symbols(name, base)?;
+        Ok(Cuda {
+            hooked: std::array::from_fn(|index| symbols.get(COPY_FNS[index].name)),
+            driver: std::array::from_fn(|index| symbols.get(DRIVER_FNS[index])),
+        })
+    }
+
+    fn symbols(&self, library: &str, base: u64) -> Result<Symbols, TargetError> {
+        Symbols::read(&self.memory, base).map_err(|source| TargetError::Symbols {
+            pid: self.pid,
+            library: library.to_owned(),
+            source,
+        })
+    }
+
+    fn check_libc(&self) -> Result<(), TargetError> {
+        let (pid, comm) = (self.pid, self.comm.clone());
+        if self.library(|name| is_library(name, "libc.so.6")).is_some() {
+            return Ok(());
+        }
+        if self
+            .library(|name| name.starts_with("ld-musl-") || name.starts_with("libc.musl-"))
+            .is_some()
+        {
+            return Err(TargetError::Musl { pid, comm });
+        }
+        Err(TargetError::StaticBinary { pid, comm })
+    }
+}
+
+/// `PF_KTHREAD` of the kernel's `sched.h`.
+const PF_KTHREAD: u32 = 0x0020_0000;
+
+/// File name of a mapped file, without the mark that the kernel adds to deleted ones.
+fn file_name(map: &MemoryMap) -> Option<&str> {
+    match &map.pathname {
+        MMapPath::Path(path) => {
+            let name = Path::new(path).file_name()?.to_str()?;
+            Some(name.strip_suffix(" (deleted)").unwrap_or(name))
+        }
+        _ => None,
+    }
+}
+
+/// True for `libc.so.6` and for the older naming `libc-2.31.so`.
+pub fn is_library(found: &str, soname: &str) -> bool {
+    let stem = soname.split(".so").next().unwrap_or(soname);
+    found == soname
+        || found
+            .strip_prefix(stem)
+            .is_some_and(|rest| rest.starts_with("-2.") && rest.ends_with(".so"))
+}
+
+fn check_architecture(pid: u32, comm: &str) -> Result<(), TargetError> {
+    let mut head = [0u8; 20];
+    let read = std::fs::File::open(format!("/proc/{pid}/exe"))
+        .and_then(|mut file| io::Read::read_exact(&mut file, &mut head));
+    let found = match read {
+        Err(_) => return Ok(()), // Deleted or unreadable: the memory checks that follow decide.
+        Ok(()) => match (head[4], u16::from_le_bytes([head[18], head[19]])) {
+            (2, 62) => return Ok(()),
+            (1, _) => "a 32-bit program".to_owned(),
+            (_, machine) => format!("built for ELF machine {machine}"),
+        },
+    };
+    Err(TargetError::Architecture {
+        pid,
+        comm: comm.to_owned(),
+        found,
+    })
+}
+
+/// Whether a ptrace attach is allowed, as far as it can be told without trying: root, or the same user.
+fn may_ptrace(status: &procfs::process::Status) -> bool {
+    const CAP_SYS_PTRACE: u32 = 19;
+    let ours = Process::myself().and_then(|process| process.status());
+    let capable = ours.is_ok_and(|status| status.capeff >> CAP_SYS_PTRACE & 1 == 1);
+    let euid = Uid::effective().as_raw();
+    capable || (euid == status.ruid && euid == status.euid && euid == status.suid)
+}

@@ -1,0 +1,253 @@
+//! The replacements of the hooked functions: each copy goes to the engine or to the original function.
+#![expect(unsafe_code, reason = "calls foreign functions by address")]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use cmt_common::api::{COPY_FNS, Direction, DirectionFrom, HOOKED};
+use cmt_common::control::{Control, PassReason, Plan};
+use cmt_copy::{Driver, Engine, Outcome, Request};
+
+/// How the original of hooked function `i` is called; 0 before it is prepared.
+static ORIGINALS: [AtomicU64; HOOKED] = [const { AtomicU64::new(0) }; HOOKED];
+/// True while copies may be staged.
+static ENABLED: AtomicBool = AtomicBool::new(false);
+/// Calls that are inside the engine now.
+static IN_FLIGHT: AtomicU64 = AtomicU64::new(0);
+/// The engine; null while there is none.
+static ENGINE: AtomicPtr<Engine> = AtomicPtr::new(std::ptr::null_mut());
+/// The control block, for counting.
+static CONTROL: AtomicPtr<Control> = AtomicPtr::new(std::ptr::null_mut());
+/// A page that the kernel clears in forked children; its first byte is 1 here.
+static OURS: AtomicPtr<AtomicBool> = AtomicPtr::new(std::ptr::null_mut());
+
+type SyncCopy = unsafe extern "C" fn(u64, u64, usize) -> i32;
+type AsyncCopy = unsafe extern "C" fn(u64, u64, usize, usize) -> i32;
+
+macro_rules! replacements {
+    ($($index:literal => $kind:ident),* $(,)?) => {
+        /// Address of the replacement of hooked function `index`.
+        pub fn replacement(index: usize) -> u64 {
+            match index {
+                $($index => replacements!(@ $kind $index),)*
+                _ => unreachable!("only hooked functions have replacements"),
+            }
+        }
+    };
+    (@ sync $index:literal) => { sync_copy::<$index> as *const () as u64 };
+    (@ stream $index:literal) => { stream_copy::<$index> as *const () as u64 };
+}
+
+replacements! {
+    0 => sync, 1 => sync, 2 => sync, 3 => sync, 4 => stream, 5 => stream,
+    6 => stream, 7 => stream, 8 => sync, 9 => sync, 10 => stream, 11 => stream,
+}
+
+const _: () = {
+    let mut index = 0;
+    while index < HOOKED {
+        let stream = matches!(index, 4..=7 | 10..=11);
+        assert!(
+            COPY_FNS[index].stream.is_some() == stream,
+            "a replacement has another signature than its function"
+        );
+        index += 1;
+    }
+};
+
+extern "C" fn sync_copy<const F: usize>(dst: u64, src: u64, bytes: usize) -> i32 {
+    stage(F, dst, src, bytes, 0).unwrap_or_else(|| {
+        let original = ORIGINALS[F].load(Ordering::Relaxed) as *const ();
+        // SAFETY: the hook was committed after its trampoline was stored, and the function has this signature.
+        unsafe { std::mem::transmute::<*const (), SyncCopy>(original)(dst, src, bytes) }
+    })
+}
+
+extern "C" fn stream_copy<const F: usize>(dst: u64, src: u64, bytes: usize, stream: usize) -> i32 {
+    stage(F, dst, src, bytes, stream).unwrap_or_else(|| {
+        let original = ORIGINALS[F].load(Ordering::Relaxed) as *const ();
+        // SAFETY: as in `sync_copy`.
+        unsafe { std::mem::transmute::<*const (), AsyncCopy>(original)(dst, src, bytes, stream) }
+    })
+}
+
+/// Stages a copy and returns its result; `None` if the original function is to do it.
+#[inline]
+fn stage(function: usize, dst: u64, src: u64, bytes: usize, stream: usize) -> Option<i32> {
+    // SAFETY: once set, the pointer is valid for the life of the process.
+    let control = unsafe { CONTROL.load(Ordering::Acquire).as_ref() }?;
+    if !ENABLED.load(Ordering::Relaxed) || !is_ours() {
+        return pass(control, PassReason::Disabled);
+    }
+    // From here on `disable` waits for us. The second look makes sure that it has seen us.
+    IN_FLIGHT.fetch_add(1, Ordering::SeqCst);
+    let result = if ENABLED.load(Ordering::SeqCst) {
+        stage_enabled(
+            control,
+            Request {
+                function,
+                dst,
+                src,
+                bytes,
+                stream,
+            },
+        )
+    } else {
+        pass(control, PassReason::Disabled)
+    };
+    IN_FLIGHT.fetch_sub(1, Ordering::Release);
+    result
+}
+
+fn stage_enabled(control: &Control, request: Request) -> Option<i32> {
+    // SAFETY: the engine is freed only after `ENABLED` was cleared and `IN_FLIGHT` has reached 0.
+    let engine = unsafe { ENGINE.load(Ordering::Acquire).as_ref() }?;
+    if !engine.wants(request.function, request.bytes) {
+        return pass(control, PassReason::BelowCutOver);
+    }
+    let bytes = request.bytes as u64;
+    // SAFETY: the caller's copy, under the caller's own CUDA contract.
+    let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { engine.copy(&request) }));
+    let counters = &control.counters;
+    match outcome {
+        Ok(Outcome::Staged(code)) => {
+            let direction = usize::from(is_dtoh(&request));
+            if code == 0 {
+                counters.staged_calls[direction].fetch_add(1, Ordering::Relaxed);
+                counters.staged_bytes[direction].fetch_add(bytes, Ordering::Relaxed);
+            } else {
+                counters.staged_errors[direction].fetch_add(1, Ordering::Relaxed);
+            }
+            counters
+                .pinned_bytes
+                .store(engine.pinned_bytes(), Ordering::Relaxed);
+            counters.helpers.store(engine.helpers(), Ordering::Relaxed);
+            Some(code)
+        }
+        Ok(Outcome::Pass(reason)) => pass(control, reason),
+        Err(_) => {
+            // Nothing is known of the engine any more; stock copies the same bytes to the same place.
+            ENABLED.store(false, Ordering::SeqCst);
+            counters.panics.fetch_add(1, Ordering::Relaxed);
+            None
+        }
+    }
+}
+
+/// For the counters only: a copy by addresses counts as HtoD.
+fn is_dtoh(request: &Request) -> bool {
+    COPY_FNS[request.function].direction == DirectionFrom::Fixed(Direction::DtoH)
+}
+
+fn pass(control: &Control, reason: PassReason) -> Option<i32> {
+    control.counters.passed[reason as usize].fetch_add(1, Ordering::Relaxed);
+    None
+}
+
+/// False in a forked child, which has no helpers and whose CUDA does not work either.
+fn is_ours() -> bool {
+    // SAFETY: the page is never unmapped.
+    unsafe { OURS.load(Ordering::Relaxed).as_ref() }
+        .is_some_and(|ours| ours.load(Ordering::Relaxed))
+}
+
+/// Stores how the original of hooked function `index` is called.
+pub fn set_original(index: usize, trampoline: u64) {
+    ORIGINALS[index].store(trampoline, Ordering::Release);
+}
+
+/// Starts an engine with `plan`; copies are staged from now on.
+pub fn enable(control: &'static Control, plan: Plan) -> Result<(), String> {
+    mark_ours()?;
+    CONTROL.store((&raw const *control).cast_mut(), Ordering::Release);
+    if ENGINE.load(Ordering::Acquire).is_null() {
+        let originals = std::array::from_fn(|index| ORIGINALS[index].load(Ordering::Acquire));
+        let driver = std::array::from_fn(|index| control.driver[index].load(Ordering::Acquire));
+        // SAFETY: the host read the addresses from libcuda's symbol table, and the trampolines are sealed.
+        let driver =
+            unsafe { Driver::new(&originals, &driver) }.map_err(|error| error.to_string())?;
+        let engine = Engine::new(driver, plan, control.max_threads.load(Ordering::Acquire));
+        ENGINE.store(Box::into_raw(Box::new(engine)), Ordering::Release);
+    } else {
+        set_plan(plan);
+    }
+    ENABLED.store(true, Ordering::SeqCst);
+    Ok(())
+}
+
+/// Gives the engine another plan.
+pub fn set_plan(plan: Plan) {
+    // SAFETY: only this thread frees the engine.
+    if let Some(engine) = unsafe { ENGINE.load(Ordering::Acquire).as_ref() } {
+        engine.set_plan(plan);
+    }
+}
+
+/// Hooks pass through from now on; true once no call is inside the engine, false if one is still there at the limit.
+pub fn disable(limit: Duration) -> bool {
+    ENABLED.store(false, Ordering::SeqCst);
+    let deadline = Instant::now() + limit;
+    while IN_FLIGHT.load(Ordering::SeqCst) != 0 {
+        if Instant::now() >= deadline {
+            return false;
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    true
+}
+
+/// Stops the engine's helpers and frees its pinned memory.
+pub fn stop() -> Result<(), String> {
+    if !disable(Duration::from_secs(1)) {
+        return Err("copies are in flight".to_owned());
+    }
+    let engine = ENGINE.swap(std::ptr::null_mut(), Ordering::AcqRel);
+    // SAFETY: it came from a Box, is no longer reachable, and `disable` has seen no call inside it.
+    let Some(engine) = (unsafe { engine.as_mut() }).map(|engine| unsafe { Box::from_raw(engine) })
+    else {
+        return Ok(());
+    };
+    engine.shutdown();
+    // SAFETY: as in `stage`.
+    if let Some(control) = unsafe { CONTROL.load(Ordering::Acquire).as_ref() } {
+        control
+            .counters
+            .pinned_bytes
+            .store(engine.pinned_bytes(), Ordering::Relaxed);
+        control
+            .counters
+            .helpers
+            .store(engine.helpers(), Ordering::Relaxed);
+    }
+    Ok(())
+}
+
+/// Maps the page by which a forked child is told from us (`MADV_WIPEONFORK`, Linux 4.14).
+fn mark_ours() -> Result<(), String> {
+    if !OURS.load(Ordering::Acquire).is_null() {
+        return Ok(());
+    }
+    const PAGE: usize = 4096;
+    // SAFETY: a new anonymous mapping at an address of the kernel's choice; it is filled before it is published.
+    unsafe {
+        let page = libc::mmap(
+            std::ptr::null_mut(),
+            PAGE,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        );
+        if page == libc::MAP_FAILED || libc::madvise(page, PAGE, libc::MADV_WIPEONFORK) != 0 {
+            return Err(format!(
+                "marking forked children: {}",
+                std::io::Error::last_os_error()
+            ));
+        }
+        let ours = page.cast::<AtomicBool>();
+        (*ours).store(true, Ordering::Relaxed);
+        OURS.store(ours, Ordering::Release);
+    }
+    Ok(())
+}

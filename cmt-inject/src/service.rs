@@ -1,0 +1,189 @@
+//! The control thread: carries out the host's commands, one at a time, until it is told to stop.
+#![expect(
+    unsafe_code,
+    reason = "futex, and the plain fields of the control block"
+)]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, SystemTime};
+
+use cmt_common::control::{Control, HookSlot, RELOCATED_MAX, WINDOW_MAX, command, hook, state};
+
+use crate::hook::builtin::Builtin;
+use crate::hook::{Function, HookEngine};
+use crate::route;
+
+/// Longest that a DISABLE waits for calls in flight; the host gives up a little earlier.
+const DRAIN_LIMIT: Duration = Duration::from_secs(61);
+
+/// Starts the control thread; false if none can be had.
+pub fn start(control: &'static Control) -> bool {
+    control.pid.store(std::process::id(), Ordering::Release);
+    // Commands that an earlier host left behind are not for us.
+    let seen = control.command_seq.load(Ordering::Acquire);
+    control.done_seq.store(seen, Ordering::Release);
+    std::thread::Builder::new()
+        .name("cmt-control".to_owned())
+        .stack_size(256 << 10)
+        .spawn(move || serve(control, seen))
+        .map(|thread| {
+            // Alive from here on for the host's eyes; the thread writes its own id over it.
+            let _ = control.control_tid.compare_exchange(
+                0,
+                u32::MAX,
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            );
+            drop(thread);
+        })
+        .is_ok()
+}
+
+fn serve(control: &'static Control, mut seen: u32) {
+    // SAFETY: gettid only returns a number.
+    let tid = unsafe { libc::gettid() };
+    control.control_tid.store(tid as u32, Ordering::Release);
+    let mut engine = Builtin::default();
+    loop {
+        wait(&control.command_seq, seen);
+        let seq = control.command_seq.load(Ordering::Acquire);
+        if seq == seen {
+            continue;
+        }
+        seen = seq;
+        let number = control.command.load(Ordering::Acquire);
+        let outcome = catch_unwind(AssertUnwindSafe(|| carry_out(control, &mut engine, number)))
+            .unwrap_or_else(|_| Err("it panicked".to_owned()));
+        if let Err(message) = &outcome {
+            put_text(message, &raw const control.message);
+        }
+        control
+            .result
+            .store(u32::from(outcome.is_err()), Ordering::Release);
+        let stop = number == command::STOP && outcome.is_ok();
+        if stop {
+            control.control_tid.store(0, Ordering::Release);
+        }
+        control.done_seq.store(seen, Ordering::Release);
+        if stop {
+            return;
+        }
+    }
+}
+
+fn carry_out(
+    control: &'static Control,
+    engine: &mut dyn HookEngine,
+    number: u32,
+) -> Result<(), String> {
+    match number {
+        command::PREPARE => {
+            prepare(control, engine)?;
+            control.state.store(state::PREPARED, Ordering::Release);
+        }
+        command::ENABLE => {
+            route::enable(control, plan(control))?;
+            let now = SystemTime::now()
+                .duration_since(SystemTime::UNIX_EPOCH)
+                .unwrap_or_default();
+            control
+                .enabled_at_ns
+                .store(now.as_nanos() as u64, Ordering::Relaxed);
+            control.state.store(state::ENABLED, Ordering::Release);
+        }
+        command::SET_PLAN => route::set_plan(plan(control)),
+        command::DISABLE => {
+            if !route::disable(DRAIN_LIMIT) {
+                return Err("copies in flight did not come back".to_owned());
+            }
+            control.state.store(state::DISABLED, Ordering::Release);
+        }
+        command::STOP => {
+            route::stop()?;
+            control.state.store(state::STOPPED, Ordering::Release);
+        }
+        other => return Err(format!("unknown command {other}")),
+    }
+    Ok(())
+}
+
+/// Prepares every hook that is not prepared yet: trampolines and thunks of an earlier attach are used again.
+fn prepare(control: &'static Control, engine: &mut dyn HookEngine) -> Result<(), String> {
+    put_text(engine.name(), &raw const control.engine);
+    for (index, slot) in control.hooks.iter().enumerate() {
+        let address = slot.address.load(Ordering::Acquire);
+        if address == 0 || slot.status.load(Ordering::Acquire) == hook::PREPARED {
+            continue;
+        }
+        let function = Function {
+            address,
+            size: slot.size.load(Ordering::Acquire),
+        };
+        let status = match engine.prepare(function, route::replacement(index)) {
+            Ok(prepared) => {
+                route::set_original(index, prepared.trampoline);
+                fill(slot, &prepared);
+                hook::PREPARED
+            }
+            Err(error) => {
+                put_text(&error.to_string(), &raw const slot.reason);
+                hook::REFUSED
+            }
+        };
+        slot.status.store(status, Ordering::Release);
+    }
+    engine.seal().map_err(|error| error.to_string())
+}
+
+fn fill(slot: &HookSlot, prepared: &crate::hook::Prepared) {
+    let window = |bytes: &[u8]| {
+        let mut filled = [0u8; WINDOW_MAX];
+        filled[..bytes.len()].copy_from_slice(bytes);
+        filled
+    };
+    let slot_at = (&raw const *slot).cast_mut();
+    // SAFETY: the slot lies in shared memory that is mapped writable; the host reads these fields only after `status`.
+    unsafe {
+        (&raw mut (*slot_at).original).write_volatile(window(&prepared.original));
+        (&raw mut (*slot_at).patched).write_volatile(window(&prepared.patched));
+        for (index, moved) in prepared.relocated.iter().take(RELOCATED_MAX).enumerate() {
+            (&raw mut (*slot_at).relocated[index]).write_volatile(*moved);
+        }
+    }
+    slot.relocated_len
+        .store(prepared.relocated.len() as u32, Ordering::Relaxed);
+    slot.window.store(prepared.window, Ordering::Relaxed);
+    slot.window_len
+        .store(prepared.original.len() as u32, Ordering::Relaxed);
+    slot.trampoline
+        .store(prepared.trampoline, Ordering::Relaxed);
+}
+
+fn plan(control: &Control) -> cmt_common::control::Plan {
+    // SAFETY: plain integers in mapped memory, valid whatever they hold; the host writes them before the command.
+    unsafe { (&raw const control.plan).read_volatile() }
+}
+
+/// Writes a NUL-terminated text into a field of the control block, cut to fit.
+fn put_text<const N: usize>(text: &str, field: *const [u8; N]) {
+    let field = field.cast_mut().cast::<u8>();
+    let len = text.len().min(N - 1);
+    for (index, byte) in text.bytes().take(len).chain([0]).enumerate() {
+        // SAFETY: `field` is an array of N bytes in shared, writable memory and `index` is at most N - 1.
+        unsafe { field.add(index).write_volatile(byte) };
+    }
+}
+
+fn wait(word: &AtomicU32, seen: u32) {
+    // SAFETY: FUTEX_WAIT reads the word, which is valid; no timeout is passed.
+    unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            libc::FUTEX_WAIT,
+            seen,
+            std::ptr::null::<libc::timespec>(),
+        )
+    };
+}
