@@ -1,2 +1,33 @@
-//! xtask
-fn main() {}
+//! Tasks around the workspace: `cargo xtask TASK`.
+
+mod demo;
+mod gpu;
+mod test;
+mod workspace;
+
+use clap::{Parser, Subcommand};
+
+/// Tasks around the workspace
+#[derive(Parser)]
+#[command(name = "cargo xtask", max_term_width = 80)]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    Demo(demo::Args),
+    /// Run the test ladder
+    Test,
+    /// Lay everything that a GPU machine needs into one folder
+    Gpu,
+}
+
+fn main() -> anyhow::Result<()> {
+    match Cli::parse().task {
+        Task::Demo(args) => demo::run(args),
+        Task::Test => test::run_ladder(),
+        Task::Gpu => gpu::bundle(),
+    }
+}

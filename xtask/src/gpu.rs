@@ -1,0 +1,61 @@
+//! `cargo xtask gpu`: lays everything that a GPU machine needs into one folder.
+//!
+//! That machine needs neither Rust nor a compiler: `run.sh` in the bundle does the rest there, against the real driver.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::test::fetch_libcudart;
+use crate::workspace::{build_cmt, run};
+
+/// Builds the bundle and prints its folder.
+pub fn bundle() -> Result<()> {
+    let cmt = build_cmt()?;
+    let built = cmt_tests::built();
+    let bundle = cmt_tests::target().join("gpu-bundle");
+    if bundle.exists() {
+        fs::remove_dir_all(&bundle)?;
+    }
+    let (victims, libraries) = (bundle.join("victims"), bundle.join("lib"));
+    for folder in [&victims, &libraries] {
+        fs::create_dir_all(folder)?;
+    }
+    copy_stripped(&cmt, &bundle.join("cmt"))?;
+    for path in programs(&built.folder)? {
+        let name = path.file_name().context("a file has a name")?;
+        copy_stripped(&path, &victims.join(name))?;
+    }
+    // Victims on the runtime need one; a machine with the driver alone has none.
+    let libcudart = fetch_libcudart()?;
+    fs::copy(&libcudart, libraries.join("libcudart.so.13"))?;
+    let script = cmt_tests::workspace().join("xtask/gpu/run.sh");
+    fs::copy(&script, bundle.join("run.sh")).with_context(|| script.display().to_string())?;
+    println!("{}", bundle.display());
+    Ok(())
+}
+
+/// The executables in a folder of build products; its libraries are the stand-in and stay here.
+fn programs(folder: &Path) -> Result<Vec<PathBuf>> {
+    use std::os::unix::fs::PermissionsExt;
+    let mut programs = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        let file = fs::metadata(&path)?;
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let executable = file.is_file() && file.permissions().mode() & 0o111 != 0;
+        if executable && !name.contains(".so") {
+            programs.push(path);
+        }
+    }
+    Ok(programs)
+}
+
+fn copy_stripped(from: &Path, to: &Path) -> Result<()> {
+    let mut strip = Command::new("strip");
+    // Keeps the dynamic symbols: the probes and the injector read no others.
+    strip.arg("--strip-unneeded").arg("-o").arg(to).arg(from);
+    run(&mut strip)
+}
