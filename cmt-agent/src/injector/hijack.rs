@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use cmt_common::control::{CONTROL_NAME, PAYLOAD_NAME};
 use procfs::process::{MMPermissions, MMapPath};
 
+use super::seccomp;
 use super::stub::{self, HIJACK_OFFSET, SavedRegisters, StubData};
 use super::threads::{Seized, Stopped, ThreadError};
 use super::{InjectError, thread_name};
@@ -95,6 +96,12 @@ pub fn launch(
             let started = Instant::now();
             match stop_if_safe(target, &danger, tid) {
                 Ok(Some(thread)) => {
+                    if let Some(call) = seccomp::forbidden(&thread) {
+                        return Err(InjectError::Seccomp {
+                            pid: target.pid,
+                            call,
+                        });
+                    }
                     send_off(target, libc, job, cave, thread)?;
                     return Ok((cave, tid, started.elapsed()));
                 }

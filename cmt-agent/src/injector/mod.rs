@@ -6,6 +6,7 @@
 mod commit;
 mod control;
 mod hijack;
+mod seccomp;
 mod stub;
 mod threads;
 
@@ -87,6 +88,16 @@ pub enum InjectError {
         "no unused bytes were found behind the code of any of its libraries; nothing was changed"
     )]
     NoCave,
+    /// A seccomp filter is in the way.
+    #[error(
+        "process {pid} runs under a seccomp filter that forbids {call}, which the payload needs; nothing was changed. Allow it in the container's or unit's profile"
+    )]
+    Seccomp {
+        /// Which.
+        pid: u32,
+        /// The system call.
+        call: &'static str,
+    },
     /// No thread can be used.
     #[error(
         "no thread was found in a safe place within {waited_ms} ms; nothing was changed, try again"

@@ -1,0 +1,394 @@
+//! Before and after, by direction and size class: what `cmt attach` prints.
+//!
+//! Knows nothing of how the numbers were measured. Only copies with pageable or unknown host memory are compared: the
+//! others go to the original function on both sides.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use cmt_common::api::{Direction, MemoryKind};
+use cmt_common::event::CopyKey;
+use cmt_common::histogram::{BUCKETS, bucket_bounds, size_class_bytes};
+use comfy_table::{CellAlignment, Table, presets};
+use serde::Serialize;
+
+/// Latencies of one class of copies in one window of time.
+#[derive(Clone, Debug)]
+pub struct ClassStat {
+    /// Successful calls.
+    pub calls: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Time spent in them, in nanoseconds.
+    pub total_ns: u64,
+    /// Their latencies, by `bucket_of`.
+    pub buckets: Vec<u64>,
+}
+
+impl Default for ClassStat {
+    fn default() -> Self {
+        Self {
+            calls: 0,
+            bytes: 0,
+            total_ns: 0,
+            buckets: vec![0; BUCKETS],
+        }
+    }
+}
+
+impl ClassStat {
+    /// The latency in nanoseconds that `share` (0 to 1) of the calls stay within: the middle of its bucket.
+    pub fn quantile_ns(&self, share: f64) -> Option<u64> {
+        let total: u64 = self.buckets.iter().sum();
+        let wanted = ((total as f64 * share).ceil() as u64).max(1);
+        let mut seen = 0;
+        self.buckets
+            .iter()
+            .position(|&count| {
+                seen += count;
+                count > 0 && seen >= wanted
+            })
+            .map(middle_ns)
+    }
+
+    /// Bytes by the time spent in the calls, in 1e9 bytes a second; `None` without calls.
+    pub fn gbps(&self) -> Option<f64> {
+        (self.total_ns > 0).then(|| self.bytes as f64 / self.total_ns as f64)
+    }
+}
+
+fn middle_ns(bucket: usize) -> u64 {
+    let (lo, hi) = bucket_bounds(bucket);
+    if hi == u64::MAX {
+        lo
+    } else {
+        lo + (hi - lo) / 2
+    }
+}
+
+/// Classes of copies in one window of time.
+#[derive(Clone, Debug, Default)]
+pub struct Window {
+    classes: BTreeMap<(Direction, u8), ClassStat>,
+}
+
+impl Window {
+    /// Adds the counts of one histogram; those of host memory that attaching does not touch are left out.
+    pub fn add(&mut self, key: &CopyKey, calls: u64, bytes: u64, total_ns: u64, buckets: &[u64]) {
+        let memory = MemoryKind::from_raw(key.memory);
+        if !matches!(memory, MemoryKind::Pageable | MemoryKind::Unknown) || calls == 0 {
+            return;
+        }
+        let direction = Direction::from_raw(key.direction);
+        let class = self.classes.entry((direction, key.size_class)).or_default();
+        class.calls += calls;
+        class.bytes += bytes;
+        class.total_ns += total_ns;
+        for (sum, count) in class.buckets.iter_mut().zip(buckets) {
+            *sum += count;
+        }
+    }
+
+    /// True if nothing was seen.
+    pub fn is_empty(&self) -> bool {
+        self.classes.is_empty()
+    }
+}
+
+/// One line of the comparison, as it stands in `cmt/attach/1`.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// HtoD, DtoH …
+    pub direction: &'static str,
+    /// Smallest size of the class, in bytes.
+    pub size_class_bytes: u64,
+    /// Calls in the first window.
+    pub calls_before: u64,
+    /// Calls in the second.
+    pub calls_after: u64,
+    /// Median latency in the first window; none without calls.
+    pub p50_before_ns: Option<u64>,
+    /// Median latency in the second.
+    pub p50_after_ns: Option<u64>,
+    /// 90th percentiles.
+    pub p90_before_ns: Option<u64>,
+    /// The same in the second window.
+    pub p90_after_ns: Option<u64>,
+    /// 99th percentiles.
+    pub p99_before_ns: Option<u64>,
+    /// The same in the second window.
+    pub p99_after_ns: Option<u64>,
+    /// Bytes by the time spent in the calls, in 1e9 bytes a second.
+    pub gbps_before: Option<f64>,
+    /// The same in the second window.
+    pub gbps_after: Option<f64>,
+    /// `gbps_after / gbps_before`; none where one window saw no such copies.
+    pub speedup: Option<f64>,
+}
+
+/// The comparison of two windows.
+#[derive(Clone, Debug)]
+pub struct Comparison {
+    rows: Vec<(Row, ClassStat, ClassStat)>,
+}
+
+impl Comparison {
+    /// Compares two windows: one row for each class that either of them saw.
+    pub fn new(before: &Window, after: &Window) -> Self {
+        let keys: std::collections::BTreeSet<_> = before
+            .classes
+            .keys()
+            .chain(after.classes.keys())
+            .copied()
+            .collect();
+        let class = |window: &Window, key| window.classes.get(key).cloned().unwrap_or_default();
+        let rows = keys
+            .iter()
+            .map(|key| {
+                let (before, after) = (class(before, key), class(after, key));
+                let (gbps_before, gbps_after) = (before.gbps(), after.gbps());
+                let row = Row {
+                    direction: key.0.name(),
+                    size_class_bytes: size_class_bytes(key.1),
+                    calls_before: before.calls,
+                    calls_after: after.calls,
+                    p50_before_ns: before.quantile_ns(0.5),
+                    p50_after_ns: after.quantile_ns(0.5),
+                    p90_before_ns: before.quantile_ns(0.9),
+                    p90_after_ns: after.quantile_ns(0.9),
+                    p99_before_ns: before.quantile_ns(0.99),
+                    p99_after_ns: after.quantile_ns(0.99),
+                    gbps_before,
+                    gbps_after,
+                    speedup: gbps_before
+                        .zip(gbps_after)
+                        .map(|(before, after)| after / before),
+                };
+                (row, before, after)
+            })
+            .collect();
+        Self { rows }
+    }
+
+    /// The rows alone.
+    pub fn rows(&self) -> impl Iterator<Item = &Row> {
+        self.rows.iter().map(|(row, ..)| row)
+    }
+
+    /// Table and histograms, at most 80 columns wide.
+    pub fn text(&self) -> String {
+        let mut out = self.table();
+        out.push('\n');
+        // The classes in which most time was lost come first; the rest stands in the table.
+        let mut by_time: Vec<_> = self.rows.iter().collect();
+        by_time.sort_by_key(|(_, before, after)| {
+            std::cmp::Reverse(before.total_ns.max(after.total_ns))
+        });
+        for (row, before, after) in by_time.into_iter().take(4) {
+            let _ = write!(
+                out,
+                "\n{}",
+                side_by_side(
+                    &format!("{} {}", row.direction, bytes(row.size_class_bytes)),
+                    before,
+                    after
+                )
+            );
+        }
+        out
+    }
+
+    fn table(&self) -> String {
+        let mut table = Table::new();
+        table.load_style(presets::NOTHING).set_header([
+            "copies", "", "calls", "median", "p90", "p99", "GB/s", "speed-up",
+        ]);
+        for column in table.column_iter_mut().skip(2) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+        for (row, ..) in &self.rows {
+            let line =
+                |name: &str, window, calls: u64, quantiles: [Option<u64>; 3], gbps, speedup| {
+                    let mut cells = vec![name.to_owned(), String::from(window), calls.to_string()];
+                    cells.extend(quantiles.map(|ns| ns.map_or("-".to_owned(), duration)));
+                    cells.push(optional(gbps, |gbps| format!("{gbps:.2}")));
+                    cells.push(speedup);
+                    cells
+                };
+            table.add_row(line(
+                &format!("{} {}", row.direction, bytes(row.size_class_bytes)),
+                "before",
+                row.calls_before,
+                [row.p50_before_ns, row.p90_before_ns, row.p99_before_ns],
+                row.gbps_before,
+                String::new(),
+            ));
+            table.add_row(line(
+                "",
+                "after",
+                row.calls_after,
+                [row.p50_after_ns, row.p90_after_ns, row.p99_after_ns],
+                row.gbps_after,
+                optional(row.speedup, |speedup| format!("{speedup:.1}x")),
+            ));
+        }
+        table.to_string()
+    }
+}
+
+fn optional(value: Option<f64>, show: impl Fn(f64) -> String) -> String {
+    value.map_or("-".to_owned(), show)
+}
+
+/// Two histograms with common rows, two buckets wide each.
+fn side_by_side(title: &str, before: &ClassStat, after: &ClassStat) -> String {
+    const BAR: usize = 22;
+    /// Buckets of the kernel's histogram in one row.
+    const WIDTH: usize = 2;
+    const MOST_ROWS: usize = 24;
+    let used: Vec<usize> = (0..BUCKETS)
+        .filter(|&i| before.buckets[i] + after.buckets[i] > 0)
+        .collect();
+    let (Some(&first), Some(&last)) = (used.first(), used.last()) else {
+        return String::new();
+    };
+    let mut width = WIDTH;
+    while (last / width) - (first / width) >= MOST_ROWS {
+        width *= 2;
+    }
+    let grouped = |stat: &ClassStat| -> Vec<u64> {
+        (first / width..=last / width)
+            .map(|row| stat.buckets.iter().skip(row * width).take(width).sum())
+            .collect()
+    };
+    let (left, right) = (grouped(before), grouped(after));
+    let mut out = format!("{title:<22}{:<29}{}\n", "before", "after");
+    let bar = |count: u64, all: &[u64]| {
+        let most = all.iter().copied().max().unwrap_or(0).max(1);
+        let len = (count as f64 / most as f64 * BAR as f64).ceil() as usize;
+        "#".repeat(len)
+    };
+    let mut gap = false;
+    for (index, (&l, &r)) in left.iter().zip(&right).enumerate() {
+        if l + r == 0 {
+            gap = true;
+            continue;
+        }
+        if std::mem::take(&mut gap) {
+            out.push_str("       …\n");
+        }
+        let row = first / width + index;
+        let (lo, _) = bucket_bounds(row * width);
+        let (_, hi) = bucket_bounds(((row + 1) * width - 1).min(BUCKETS - 2));
+        let range = format!("{:>8} - {:<8}", duration(lo), duration(hi));
+        let cell = |count: u64, all: &[u64]| match count {
+            0 => String::new(),
+            count => format!("{} {count}", bar(count, all)),
+        };
+        let _ = writeln!(out, "{range:<21} {:<29}{}", cell(l, &left), cell(r, &right));
+    }
+    out
+}
+
+/// A duration with three digits and its unit.
+pub fn duration(ns: u64) -> String {
+    let (value, unit) = match ns {
+        0..1_000 => (ns as f64, "ns"),
+        1_000..1_000_000 => (ns as f64 / 1e3, "µs"),
+        1_000_000..1_000_000_000 => (ns as f64 / 1e6, "ms"),
+        _ => (ns as f64 / 1e9, "s"),
+    };
+    match value {
+        v if v < 10.0 && unit != "ns" => format!("{v:.2} {unit}"),
+        v if v < 100.0 && unit != "ns" => format!("{v:.1} {unit}"),
+        v => format!("{v:.0} {unit}"),
+    }
+}
+
+/// A size with a binary unit.
+pub fn bytes(size: u64) -> String {
+    match size {
+        0..1024 => format!("{size} B"),
+        1024..0x10_0000 => format!("{} KiB", size >> 10),
+        0x10_0000..0x4000_0000 => format!("{} MiB", size >> 20),
+        _ => format!("{} GiB", size >> 30),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cmt_common::histogram::{bucket_of, size_class_of};
+
+    fn window(direction: Direction, memory: MemoryKind, size: u64, latencies: &[u64]) -> Window {
+        let mut buckets = vec![0; BUCKETS];
+        for &ns in latencies {
+            buckets[bucket_of(ns)] += 1;
+        }
+        let key = CopyKey {
+            pid: 1,
+            function: 0,
+            direction: direction as u8,
+            memory: memory as u8,
+            size_class: size_class_of(size),
+            _pad: [0; 7],
+        };
+        let calls = latencies.len() as u64;
+        let mut window = Window::default();
+        window.add(&key, calls, calls * size, latencies.iter().sum(), &buckets);
+        window
+    }
+
+    #[test]
+    fn speedup_is_the_ratio_of_rates() {
+        let before = window(
+            Direction::HtoD,
+            MemoryKind::Pageable,
+            1 << 20,
+            &[1_000_000, 1_000_000],
+        );
+        let after = window(
+            Direction::HtoD,
+            MemoryKind::Pageable,
+            1 << 20,
+            &[100_000, 300_000],
+        );
+        let comparison = Comparison::new(&before, &after);
+        let row = comparison.rows().next().expect("one row");
+        assert_eq!((row.calls_before, row.calls_after), (2, 2));
+        assert!((row.speedup.expect("both windows saw it") - 5.0).abs() < 1e-9);
+        let text = comparison.text();
+        assert!(text.contains("5.0x"), "{text}");
+        assert!(
+            text.lines().all(|line| line.chars().count() <= 80),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_class_seen_once_has_no_speedup() {
+        let after = window(Direction::DtoH, MemoryKind::Pageable, 4096, &[5_000]);
+        let comparison = Comparison::new(&Window::default(), &after);
+        let row = comparison.rows().next().expect("one row");
+        assert_eq!(
+            (row.calls_before, row.p50_before_ns, row.speedup),
+            (0, None, None)
+        );
+    }
+
+    #[test]
+    fn pinned_copies_are_not_compared() {
+        assert!(window(Direction::HtoD, MemoryKind::Pinned, 4096, &[5_000]).is_empty());
+    }
+
+    #[test]
+    fn quantiles_come_from_the_right_bucket() {
+        let latencies: Vec<u64> = (1..=100).map(|i| i * 1000).collect();
+        let window = window(Direction::HtoD, MemoryKind::Pageable, 4096, &latencies);
+        let class = window.classes.values().next().expect("one class");
+        for (share, exact) in [(0.5, 50_000.0), (0.9, 90_000.0), (0.99, 99_000.0)] {
+            let found = class.quantile_ns(share).expect("there are calls") as f64;
+            assert!((found / exact - 1.0).abs() < 0.13, "{share}: {found}");
+        }
+    }
+}
