@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Builds the victims: build.sh OUTDIR [LIBDIR], where LIBDIR holds libcuda.so and libcudart.so, the stand-in's or the real
+# ones (default: OUTDIR). They find the libraries through LD_LIBRARY_PATH. $CC is honoured.
+set -euo pipefail
+out=${1:?usage: build.sh OUTDIR [LIBDIR]}
+libs=${2:-$out}
+mkdir -p "$out"
+out=$(realpath "$out") libs=$(realpath "$libs")
+cd "$(dirname "$0")"
+cc=${CC:-gcc}
+flags="-std=c11 -O2 -g -Wall -Wextra -Werror -pthread ${VICTIM_CFLAGS:-}"
+copier="copier.c options.c parked.c"
+jobs=()
+# shellcheck disable=SC2086
+build() {
+    $cc $flags "${@:2}" -o "$out/$1" &
+    jobs+=($!)
+}
+# shellcheck disable=SC2086
+{
+    build victim-rt $copier api_runtime.c -L"$libs" -lcudart -Wl,--allow-shlib-undefined
+    build victim-drv $copier api_driver.c -L"$libs" -lcuda
+    build victim-static-rt $copier api_driver.c -DLATE -ldl
+}
+for job in "${jobs[@]}"; do wait "$job"; done
