@@ -11,7 +11,7 @@ mod victim;
 pub use build::{Built, built};
 pub use rung::{Rung, Turn, require};
 pub use tool::{Finished, Running, cmt, cmt_command, spawn_cmt};
-pub use victim::Victim;
+pub use victim::{Footprint, Victim};
 
 use std::path::PathBuf;
 

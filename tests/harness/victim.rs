@@ -3,7 +3,8 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
@@ -137,33 +138,71 @@ impl Victim {
     /// The code of a library as it stands in memory: all its executable mappings, in order.
     #[track_caller]
     pub fn code(&self, library: &str) -> Vec<u8> {
+        let footprint = self.footprint();
+        let mappings = footprint.code.into_iter().filter(|(path, _)| {
+            path.rsplit('/')
+                .next()
+                .is_some_and(|name| name.starts_with(library))
+        });
+        let code: Vec<u8> = mappings.flat_map(|(_, bytes)| bytes).collect();
+        assert!(!code.is_empty(), "{library} has no code in {}", self.pid);
+        code
+    }
+
+    /// Its threads and all its code, as they are now.
+    #[track_caller]
+    pub fn footprint(&self) -> Footprint {
         let maps = fs::read_to_string(format!("/proc/{}/maps", self.pid)).expect("read its maps");
-        let mut memory = File::open(format!("/proc/{}/mem", self.pid)).expect("open its memory");
+        let memory = File::open(format!("/proc/{}/mem", self.pid)).expect("open its memory");
         let mut code = Vec::new();
         for line in maps.lines() {
             let fields: Vec<&str> = line.split_ascii_whitespace().collect();
-            let (Some(path), true) = (fields.get(5), fields[1].contains('x')) else {
-                continue;
-            };
-            if !path
-                .rsplit('/')
-                .next()
-                .is_some_and(|name| name.starts_with(library))
-            {
+            let path = fields.get(5).copied().unwrap_or_default();
+            // The kernel's own pages ([vdso], [vsyscall]) are not the process's.
+            if !fields[1].contains('x') || path.starts_with('[') {
                 continue;
             }
             let (start, end) = fields[0].split_once('-').expect("a range");
             let [start, end] = [start, end].map(|at| u64::from_str_radix(at, 16).expect("hex"));
             let mut bytes = vec![0; (end - start) as usize];
             memory
-                .seek(SeekFrom::Start(start))
-                .expect("seek in its memory");
-            memory.read_exact(&mut bytes).expect("read its memory");
-            code.extend(bytes);
+                .read_exact_at(&mut bytes, start)
+                .expect("read its memory");
+            code.push((path.to_string(), bytes));
         }
-        assert!(!code.is_empty(), "{library} has no code in {}", self.pid);
-        code
+        Footprint {
+            threads: self.threads(),
+            code,
+        }
     }
+
+    /// Checks that it still runs and that neither its threads nor its code differ from what they were.
+    #[track_caller]
+    pub fn assert_untouched(&mut self, before: &Footprint) {
+        assert!(self.is_alive(), "victim {} has ended", self.pid);
+        let now = self.footprint();
+        assert_eq!(now.threads, before.threads, "threads of {}", self.pid);
+        let paths = |footprint: &Footprint| -> Vec<String> {
+            footprint
+                .code
+                .iter()
+                .map(|(path, _)| path.clone())
+                .collect()
+        };
+        assert_eq!(paths(&now), paths(before), "code mappings of {}", self.pid);
+        for ((path, now), (_, before)) in now.code.iter().zip(&before.code) {
+            // Too long to print.
+            assert!(now == before, "code of {path} in {} differs", self.pid);
+        }
+    }
+}
+
+/// What a refused attach must leave as it was.
+#[derive(Debug)]
+pub struct Footprint {
+    threads: Vec<String>,
+    /// Path and bytes of every executable mapping.
+    code: Vec<(String, Vec<u8>)>,
 }
 
 impl Drop for Victim {

@@ -1,0 +1,205 @@
+//! What `cmt attach` and `cmt detach` cannot do they refuse with one sentence, and the process goes on untouched.
+#![expect(unsafe_code, reason = "traces a process, as a debugger would")]
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+
+use cmt_tests::{Finished, Rung, Victim, cmt, cmt_command, require};
+
+/// An ordinary program that has nothing to do with CUDA.
+fn bystander() -> Victim {
+    let mut command = Command::new("bash");
+    command.args(["-c", "echo \"ready $$\"; exec sleep 1000"]);
+    let victim = Victim::spawn(command);
+    // The shell has said so before it became sleep.
+    let exe = format!("/proc/{}/exe", victim.pid);
+    while !fs::read_link(&exe).is_ok_and(|path| path.ends_with("sleep")) {
+        std::thread::yield_now();
+    }
+    // And the loader is done once it sleeps.
+    let wchan = format!("/proc/{}/syscall", victim.pid);
+    while fs::read_to_string(&wchan).is_ok_and(|text| text.starts_with("running")) {
+        std::thread::yield_now();
+    }
+    victim
+}
+
+fn attach(pid: u32) -> Finished {
+    cmt([
+        "attach",
+        &pid.to_string(),
+        "--before",
+        "1s",
+        "--after",
+        "1s",
+    ])
+}
+
+/// Attach refuses `victim` with a sentence that holds all of `words`, and leaves it as it was.
+#[track_caller]
+fn assert_refused(victim: &mut Victim, words: &[&str]) {
+    let before = victim.footprint();
+    let refused = attach(victim.pid);
+    let sentence = refused.refusal();
+    for word in words {
+        assert!(sentence.contains(word), "no {word:?} in {sentence:?}");
+    }
+    victim.assert_untouched(&before);
+}
+
+#[test]
+fn a_process_that_does_not_exist() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    // Beyond what the kernel gives out: pid_max is at most 2^22.
+    let pid = 1 << 23;
+    for command in ["attach", "detach", "status"] {
+        let refused = cmt([command, &pid.to_string()]);
+        assert!(
+            refused.refusal().contains("no process 8388608"),
+            "{refused:#?}"
+        );
+    }
+}
+
+#[test]
+fn a_kernel_thread() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    // kthreadd, unless we are in a pid namespace of our own.
+    if fs::read_to_string("/proc/2/comm").is_ok_and(|comm| comm.trim() == "kthreadd") {
+        let refused = attach(2);
+        assert!(refused.refusal().contains("kernel thread"), "{refused:#?}");
+    }
+}
+
+#[test]
+fn a_program_without_libcuda() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    assert_refused(&mut bystander(), &["sleep", "libcuda"]);
+}
+
+#[test]
+fn a_static_binary() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    let folder = tempfile::tempdir().expect("a folder");
+    let source = folder.path().join("alone.c");
+    let program = folder.path().join("alone");
+    let text = "#include <stdio.h>\n#include <unistd.h>\n\
+        int main(void) { printf(\"ready %d\\n\", getpid()); fflush(stdout); for (;;) pause(); }\n";
+    fs::write(&source, text).expect("write it");
+    let compiled = Command::new("gcc")
+        .args(["-static", "-o"])
+        .args([&program, &source])
+        .status();
+    assert!(compiled.expect("run gcc").success());
+    let mut victim = Victim::spawn(Command::new(&program));
+    assert_refused(&mut victim, &["alone", "statically linked"]);
+}
+
+#[test]
+fn a_stopped_process() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    let mut victim = bystander();
+    victim.signal(libc::SIGSTOP);
+    while !state(victim.pid).starts_with('T') {
+        std::thread::yield_now();
+    }
+    assert_refused(&mut victim, &["stopped", "kill -CONT"]);
+    assert!(state(victim.pid).starts_with('T'), "still stopped");
+}
+
+/// The `State:` of a process, such as `S (sleeping)`.
+fn state(pid: u32) -> String {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("read its status");
+    let line = status.lines().find_map(|line| line.strip_prefix("State:"));
+    line.expect("a state").trim().to_string()
+}
+
+#[test]
+fn a_process_under_a_debugger() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    let mut victim = bystander();
+    let none = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: PTRACE_SEIZE reads and writes no memory of ours.
+    let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, victim.pid as i32, none, none) };
+    assert_eq!(seized, 0, "{}", std::io::Error::last_os_error());
+    // SAFETY: asks for a number. The kernel names the thread that traces.
+    let tracer = unsafe { libc::gettid() };
+    assert_refused(&mut victim, &["traced", &tracer.to_string()]);
+}
+
+/// Runs `cmt` as nobody, from a copy that nobody may execute.
+fn as_nobody(args: &[&str]) -> Finished {
+    let folder = tempfile::tempdir().expect("a folder");
+    let anybody = fs::Permissions::from_mode(0o755);
+    fs::set_permissions(folder.path(), anybody.clone()).expect("open the folder");
+    let copy = folder.path().join("cmt");
+    let original = cmt_command([""; 0]).get_program().to_owned();
+    fs::copy(original, &copy).expect("copy cmt");
+    fs::set_permissions(&copy, anybody).expect("make it executable");
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]);
+    command.arg(&copy).args(args);
+    command.output().expect("run setpriv").into()
+}
+
+#[test]
+fn without_rights() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    let mut victim = bystander();
+    let before = victim.footprint();
+    let pid = victim.pid.to_string();
+    for args in [
+        &["attach", &pid][..],
+        &["detach", &pid],
+        &["trace", &pid, "--for", "1s"],
+    ] {
+        let refused = as_nobody(args);
+        let sentence = refused.refusal();
+        assert!(sentence.contains("root"), "no remedy in {sentence:?}");
+    }
+    victim.assert_untouched(&before);
+}
+
+#[test]
+fn detaching_what_was_never_attached() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    let mut victim = bystander();
+    let before = victim.footprint();
+    let refused = cmt(["detach", &victim.pid.to_string()]);
+    assert!(refused.refusal().contains("not attached"), "{refused:#?}");
+    victim.assert_untouched(&before);
+}
+
+#[test]
+fn attaching_twice() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let mut victim = Victim::start("driver_copy", [""; 0]);
+    let pid = victim.pid.to_string();
+    let attached = attach(victim.pid);
+    assert_eq!(attached.code, Some(0), "{attached:#?}");
+    let refused = attach(victim.pid);
+    let sentence = refused.refusal();
+    assert!(sentence.contains("already attached"), "{sentence}");
+    assert!(victim.is_alive());
+    assert_eq!(cmt(["detach", &pid]).code, Some(0));
+    assert_eq!(victim.stop()["mismatches"], 0);
+}
