@@ -43,7 +43,7 @@ fn processes_that_map_libcuda_are_found() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let victim = Victim::start("driver_copy", [""; 0]);
+    let victim = Victim::start("victim-drv", [""; 0]);
     let report = cmt(["doctor", "--json"]).json();
     let processes = report["processes"].as_array().expect("processes");
     let found = processes

@@ -192,7 +192,7 @@ fn attaching_twice() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let mut victim = Victim::start("driver_copy", [""; 0]);
+    let mut victim = Victim::start("victim-drv", [""; 0]);
     let pid = victim.pid.to_string();
     let attached = attach(victim.pid);
     assert_eq!(attached.code, Some(0), "{attached:#?}");

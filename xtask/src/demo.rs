@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::workspace::{build_cmt, has_gpu, is_root, line};
 
-const VICTIM: &str = "driver_copy";
+const VICTIM: &str = "victim-drv";
 /// Long enough for the one large size as well.
 const WINDOW: &str = "5s";
 
