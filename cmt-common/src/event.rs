@@ -214,6 +214,57 @@ impl AllocCookie {
     }
 }
 
+/// The outermost copy call that a thread is in.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Call {
+    /// Stack pointer at the entry, where the return address is.
+    pub sp: u64,
+    /// When it began, CLOCK_MONOTONIC.
+    pub start_ns: u64,
+    /// What it copies if it succeeds.
+    pub bytes: u64,
+    /// Destination.
+    pub dst: u64,
+    /// Source.
+    pub src: u64,
+    /// Process id as the host knows it.
+    pub pid: u32,
+    /// Position in the API table.
+    pub function: u16,
+    /// Where the destination is: one of [`place`].
+    pub dst_place: u8,
+    /// Where the source is: one of [`place`].
+    pub src_place: u8,
+    /// 1 where the call does not say how many bytes it copies and a nested driver call will: a copy of an array by the
+    /// runtime counts elements.
+    pub bytes_missing: u32,
+    /// 1 where it is to be counted.
+    pub counts: u32,
+}
+
+/// Phases of a trace, as the host tells the programs.
+pub mod phase {
+    /// Probes are being placed: calls are followed, so that nested ones are known as such, but not counted.
+    pub const PLACING: u32 = 0;
+    /// Calls that begin now are counted when they return.
+    pub const COUNTING: u32 = 1;
+    /// Probes are being taken away: calls that have begun are still counted, others are not looked at.
+    pub const ENDING: u32 = 2;
+}
+
+/// Where one side of a copy is, as far as its call says.
+pub mod place {
+    /// Host memory.
+    pub const HOST: u8 = 0;
+    /// Device memory or an array.
+    pub const DEVICE: u8 = 1;
+    /// The address decides.
+    pub const BY_ADDRESS: u8 = 2;
+    /// A `cudaMemcpyKind` or `CUmemorytype` that does not exist; the callee will refuse it.
+    pub const INVALID: u8 = 3;
+}
+
 /// What could not be recorded: a position in the map of losses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]

@@ -1,0 +1,89 @@
+//! Places cmt's BPF programs on the CUDA functions of live processes, and takes them away again.
+//!
+//! Knows libraries, programs and links; knows nothing of what is counted (that is `trace`).
+
+mod cost;
+mod library;
+mod link;
+mod programs;
+pub mod rights;
+
+use std::io;
+
+use thiserror::Error;
+
+pub use cost::pair_ns;
+pub use library::{FileId, Library, Mapped};
+pub use link::{Links, Target, detach};
+pub use programs::{CopyStats, Probes, Reach};
+
+/// Why probes could not be placed.
+#[derive(Debug, Error)]
+pub enum ProbeError {
+    /// The kernel said no to BPF or to the probe.
+    #[error("the kernel refuses {what}: {reason}")]
+    Denied {
+        /// What was refused.
+        what: &'static str,
+        /// Which right is missing and how to get it.
+        reason: String,
+    },
+    /// The kernel has no BPF, or no uprobes.
+    #[error(
+        "this kernel cannot do {what}; tracing needs Linux 5.15 or newer with BPF and uprobes ({source})"
+    )]
+    Unsupported {
+        /// What is missing.
+        what: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The verifier refused a program: a fault of cmt, or a kernel that is too old.
+    #[error("the kernel's verifier refuses program {program}: {log}")]
+    Verifier {
+        /// The program.
+        program: &'static str,
+        /// The end of the verifier's log.
+        log: String,
+    },
+    /// The embedded object is not what this binary expects.
+    #[error("the embedded BPF object is broken: {0}")]
+    Object(String),
+    /// A map could not be created, read or written.
+    #[error("BPF map {map}: {reason}")]
+    Map {
+        /// The map.
+        map: &'static str,
+        /// What went wrong.
+        reason: String,
+    },
+    /// The kernel would not place probes on a file.
+    #[error("cannot place probes on {path}")]
+    Attach {
+        /// The library, as the target maps it.
+        path: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// A library could not be read.
+    #[error("cannot read {path}")]
+    Library {
+        /// The library, as the target maps it.
+        path: String,
+        /// What went wrong.
+        source: io::Error,
+    },
+}
+
+impl ProbeError {
+    /// The error for a failed system call that was to do `what`.
+    fn of(what: &'static str, source: io::Error) -> Self {
+        match source.raw_os_error() {
+            Some(libc::EPERM | libc::EACCES) => Self::Denied {
+                what,
+                reason: rights::reason(),
+            },
+            _ => Self::Unsupported { what, source },
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! Traces the copies of live processes: probes on what they map now and later, and what the kernel counted so far.
+
+pub mod duration;
+pub mod report;
+mod scan;
+mod snapshot;
+pub mod table;
+
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::probes::{self, ProbeError, Probes, Reach};
+use scan::Scanner;
+pub use snapshot::{Process, Snapshot};
+
+/// How often maps are read for new libraries and processes.
+const SCAN_INTERVAL: Duration = Duration::from_millis(250);
+
+/// Whose copies to trace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Targets {
+    /// These processes, all their threads.
+    Pids(Vec<u32>),
+    /// Every process that maps a CUDA library, now or later.
+    All,
+}
+
+/// Why a trace could not start or go on.
+#[derive(Debug, Error)]
+pub enum TraceError {
+    /// No such process.
+    #[error("no process has the id {pid}; nothing was traced")]
+    NoSuchProcess {
+        /// The id.
+        pid: u32,
+    },
+    /// The id is that of a thread.
+    #[error("{tid} is a thread of process {pid}; trace {pid}")]
+    Thread {
+        /// The id that was given.
+        tid: u32,
+        /// The process it belongs to.
+        pid: u32,
+    },
+    /// A kernel thread, or a process that has ended and waits for its parent.
+    #[error(
+        "process {pid} has no memory of its own (a kernel thread, or it has ended); nothing was traced"
+    )]
+    NoMemory {
+        /// The id.
+        pid: u32,
+    },
+    /// The maps of a process may not be read.
+    #[error("process {pid} may not be inspected: {reason}")]
+    Inspect {
+        /// The id.
+        pid: u32,
+        /// Why, and the remedy.
+        reason: String,
+    },
+    /// More processes than one trace can tell apart.
+    #[error("at most {most} processes can be named in another pid namespace than the host's")]
+    TooMany {
+        /// The limit.
+        most: usize,
+    },
+    /// All processes of the host, from within a container.
+    #[error(
+        "--all needs the host's process ids; run it outside the container, or give it the host's pid namespace (docker --pid=host, hostPID: true)"
+    )]
+    PidNamespace,
+    /// Probes could not be placed.
+    #[error(transparent)]
+    Probe(#[from] ProbeError),
+}
+
+/// A running trace. Dropping it takes the probes away.
+pub struct Tracer {
+    state: Arc<Mutex<State>>,
+    scanning: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
+    pair_ns: Option<u64>,
+}
+
+struct State {
+    probes: Probes,
+    scanner: Scanner,
+}
+
+impl Tracer {
+    /// Loads the programs, places probes on what the targets map now, and keeps looking for more.
+    pub fn start(targets: Targets) -> Result<Self, TraceError> {
+        let begun = std::time::Instant::now();
+        let scanner = Scanner::new(&targets)?;
+        let mut probes = Probes::load(match targets {
+            Targets::Pids(_) => Reach::Chosen,
+            Targets::All => Reach::All,
+        })?;
+        log::debug!("programs loaded after {:?}", begun.elapsed());
+        let pair_ns = probes::pair_ns(&mut probes);
+        log::debug!("cost measured after {:?}", begun.elapsed());
+        let mut state = State { probes, scanner };
+        state.scanner.begin(&mut state.probes)?;
+        log::debug!("probes in place after {:?}", begun.elapsed());
+        let state = Arc::new(Mutex::new(state));
+        let (stop, stopped) = mpsc::channel();
+        let shared = Arc::clone(&state);
+        let thread = thread::spawn(move || {
+            while stopped.recv_timeout(SCAN_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                let mut state = lock(&shared);
+                let State { probes, scanner } = &mut *state;
+                scanner.scan(probes);
+                probes.flush_log();
+            }
+        });
+        Ok(Self {
+            state,
+            scanning: Some((stop, thread)),
+            pair_ns,
+        })
+    }
+
+    /// Everything counted since the start.
+    pub fn snapshot(&self) -> Result<Snapshot, TraceError> {
+        let state = lock(&self.state);
+        state.scanner.snapshot(&state.probes)
+    }
+
+    /// True once every process that was named has ended; never with [`Targets::All`].
+    pub fn ended(&self) -> bool {
+        lock(&self.state).scanner.ended()
+    }
+
+    /// What a pair of probes costs, in nanoseconds, as measured at the start.
+    pub fn pair_ns(&self) -> Option<u64> {
+        self.pair_ns
+    }
+
+    /// Takes the probes away and returns everything counted.
+    pub fn stop(mut self) -> Result<Snapshot, TraceError> {
+        self.halt();
+        self.snapshot()
+    }
+
+    fn halt(&mut self) {
+        if let Some((stop, thread)) = self.scanning.take() {
+            drop(stop);
+            // It can only have ended by a panic; there is nothing to add to its message.
+            let _ = thread.join();
+            let mut state = lock(&self.state);
+            let State { probes, scanner } = &mut *state;
+            probes::detach(scanner.end(probes));
+            probes.flush_log();
+        }
+    }
+}
+
+impl Drop for Tracer {
+    fn drop(&mut self) {
+        self.halt();
+    }
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}

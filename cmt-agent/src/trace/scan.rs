@@ -1,0 +1,453 @@
+//! Looks again and again at what the targets map: places probes on new libraries, tells the BPF side of memory that was
+//! pinned before the trace, and notices processes that end.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs;
+use std::mem;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use cmt_common::api::MemoryKind;
+use cmt_common::event::{CopyKey, MAX_TARGETS, phase};
+use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process as Proc};
+
+use super::snapshot::{Process, Snapshot};
+use super::{Targets, TraceError};
+use crate::histogram::Stat;
+use crate::probes::{FileId, Library, Links, Mapped, ProbeError, Probes, Target, rights};
+
+/// In a trace of all processes, a known one is looked at again once in so many scans.
+const KNOWN_EVERY: u32 = 4;
+/// In a trace of all processes, what ended ones counted leaves the kernel once in so many scans.
+const HARVEST_EVERY: u32 = 8;
+
+/// What the tracer knows of its targets.
+pub(super) struct Scanner {
+    /// `None` traces all processes.
+    named: Option<Vec<u32>>,
+    processes: BTreeMap<u32, Watched>,
+    /// Mapped files that were read already.
+    files: HashMap<(FileId, PathBuf), Option<Arc<Library>>>,
+    /// Probes that fire for all processes, by file.
+    shared: HashMap<FileId, Links>,
+    /// Counts of processes that have ended.
+    finished: BTreeMap<CopyKey, Stat>,
+    warnings: Vec<String>,
+    started: Instant,
+    ended_at: Option<Instant>,
+    scans: u32,
+}
+
+/// A process that is looked at.
+struct Watched {
+    comm: String,
+    /// Start time in clock ticks: tells a process from a later one with the same id.
+    start_time: u64,
+    ended: bool,
+    target: Target,
+    libraries: HashMap<FileId, String>,
+    /// Probes that fire for this process only.
+    links: Vec<Links>,
+    /// Ranges taken from its maps: start and length in bytes. `None` until the first look.
+    pinned: Option<HashMap<u64, u64>>,
+}
+
+impl Scanner {
+    /// Checks that the targets can be traced; places nothing yet.
+    pub fn new(targets: &Targets) -> Result<Self, TraceError> {
+        let named = match targets {
+            Targets::Pids(pids) => Some(pids.clone()),
+            Targets::All => None,
+        };
+        let mut processes = BTreeMap::new();
+        let foreign_ids = !in_first_pid_namespace();
+        match &named {
+            Some(pids) => {
+                if foreign_ids && pids.len() >= MAX_TARGETS {
+                    return Err(TraceError::TooMany {
+                        most: MAX_TARGETS - 1,
+                    });
+                }
+                for (index, pid) in pids.iter().enumerate() {
+                    let number = if foreign_ids { index as u16 + 1 } else { 0 };
+                    processes.insert(*pid, named_process(*pid, number)?);
+                }
+            }
+            None if foreign_ids => return Err(TraceError::PidNamespace),
+            None => {}
+        }
+        Ok(Self {
+            named,
+            processes,
+            files: HashMap::new(),
+            shared: HashMap::new(),
+            finished: BTreeMap::new(),
+            warnings: Vec::new(),
+            started: Instant::now(),
+            ended_at: None,
+            scans: 0,
+        })
+    }
+
+    /// The first scan; the trace counts from its end on.
+    pub fn begin(&mut self, probes: &mut Probes) -> Result<(), TraceError> {
+        for watched in self.processes.values() {
+            if watched.target.number != 0 {
+                probes.name_target(watched.target.number, watched.target.pid)?;
+            }
+        }
+        self.look_at_all(probes)?;
+        probes.enter_phase(phase::COUNTING)?;
+        self.started = Instant::now();
+        Ok(())
+    }
+
+    /// A later scan: what cannot be done becomes a warning.
+    pub fn scan(&mut self, probes: &mut Probes) {
+        self.scans += 1;
+        if let Err(error) = self.look_at_all(probes) {
+            self.warn(error.to_string());
+        }
+        if self.named.is_none() && self.scans.is_multiple_of(HARVEST_EVERY) {
+            self.harvest(probes);
+        }
+    }
+
+    /// True once every named process has ended.
+    pub fn ended(&self) -> bool {
+        self.named.is_some() && self.processes.values().all(|watched| watched.ended)
+    }
+
+    /// Stops counting; returns all probes, to be taken away.
+    pub fn end(&mut self, probes: &mut Probes) -> Vec<Links> {
+        self.ended_at.get_or_insert_with(Instant::now);
+        if let Err(error) = probes.enter_phase(phase::ENDING) {
+            self.warn(error.to_string());
+        }
+        let shared = mem::take(&mut self.shared).into_values();
+        let own = self
+            .processes
+            .values_mut()
+            .flat_map(|watched| mem::take(&mut watched.links));
+        shared.chain(own).collect()
+    }
+
+    /// What the kernel has counted, with what ended processes counted.
+    pub fn snapshot(&self, probes: &Probes) -> Result<Snapshot, TraceError> {
+        let mut rows = self.finished.clone();
+        for (key, stat) in probes.copies()? {
+            rows.entry(key).or_default().merge(&Stat::from(&stat));
+        }
+        // A class appears in the map an instant before its first call is counted.
+        rows.retain(|_, stat| stat.calls > 0);
+        let mut processes: BTreeMap<u32, Process> = self
+            .processes
+            .iter()
+            .map(|(pid, watched)| {
+                let mut libraries: Vec<String> = watched.libraries.values().cloned().collect();
+                libraries.sort();
+                let process = Process {
+                    comm: watched.comm.clone(),
+                    ended: watched.ended,
+                    named: self.named.is_some(),
+                    libraries,
+                };
+                (*pid, process)
+            })
+            .collect();
+        for key in rows.keys() {
+            processes.entry(key.pid).or_insert_with(|| Process {
+                comm: probes.comm(key.pid).unwrap_or_default(),
+                ..Process::default()
+            });
+        }
+        let at = self.ended_at.unwrap_or_else(Instant::now);
+        Ok(Snapshot {
+            at,
+            duration: at.duration_since(self.started),
+            rows,
+            lost: probes.lost()?,
+            probe_pairs: probes.pairs()?,
+            processes,
+            warnings: self.warnings.clone(),
+        })
+    }
+
+    fn look_at_all(&mut self, probes: &mut Probes) -> Result<(), TraceError> {
+        if self.named.is_none() {
+            self.find_processes();
+        }
+        let pids: Vec<u32> = self
+            .processes
+            .iter()
+            .filter(|(_, watched)| !watched.ended && self.due(watched))
+            .map(|(pid, _)| *pid)
+            .collect();
+        for pid in pids {
+            self.look_at(pid, probes)?;
+        }
+        if self.named.is_none() {
+            self.processes.retain(|_, watched| !watched.ended);
+        }
+        Ok(())
+    }
+
+    /// Reading maps costs time: with all processes of a machine as targets, those already known wait for their turn.
+    fn due(&self, watched: &Watched) -> bool {
+        self.named.is_some()
+            || watched.pinned.is_none()
+            || self
+                .scans
+                .wrapping_add(watched.target.pid)
+                .is_multiple_of(KNOWN_EVERY)
+    }
+
+    fn find_processes(&mut self) {
+        let Ok(all) = fs::read_dir("/proc") else {
+            return;
+        };
+        let own = std::process::id();
+        let pids = all
+            .filter_map(Result::ok)
+            .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        for pid in pids.filter(|pid| *pid != own) {
+            if let Some(watched) = self.processes.get(&pid)
+                && start_time(pid) == Some(watched.start_time)
+            {
+                continue;
+            }
+            if let Some(start_time) = start_time(pid) {
+                self.processes.insert(pid, Watched::new(pid, 0, start_time));
+            }
+        }
+    }
+
+    /// Reads the maps of one process and acts on what is new.
+    fn look_at(&mut self, pid: u32, probes: &mut Probes) -> Result<(), TraceError> {
+        let Some(watched) = self.processes.get_mut(&pid) else {
+            return Ok(());
+        };
+        let maps = maps(pid);
+        if start_time(pid) != Some(watched.start_time) || maps.as_ref().is_ok_and(Vec::is_empty) {
+            watched.ended = true;
+            probes.forget_process(pid);
+            return Ok(());
+        }
+        watched.comm = comm(pid).unwrap_or_else(|| mem::take(&mut watched.comm));
+        let maps = match maps {
+            Ok(maps) => maps,
+            Err(_) if self.named.is_none() => return Ok(()),
+            Err(reason) => return Err(TraceError::Inspect { pid, reason }),
+        };
+        let mut seen = HashSet::new();
+        for mapped in maps.iter().filter_map(|map| Mapped::executable(pid, map)) {
+            if seen.insert(mapped.id) {
+                self.look_at_file(pid, &mapped, probes)?;
+            }
+        }
+        self.look_at_pinned(pid, &maps, probes)
+    }
+
+    fn look_at_file(
+        &mut self,
+        pid: u32,
+        mapped: &Mapped,
+        probes: &mut Probes,
+    ) -> Result<(), TraceError> {
+        let Some(watched) = self.processes.get_mut(&pid) else {
+            return Ok(());
+        };
+        if watched.libraries.contains_key(&mapped.id) {
+            return Ok(());
+        }
+        let key = (mapped.id, mapped.path.clone());
+        let library = match self.files.get(&key) {
+            Some(known) => known.clone(),
+            None => match Library::read(mapped) {
+                Ok(library) => {
+                    let library = library.map(Arc::new);
+                    self.files.insert(key, library.clone());
+                    library
+                }
+                // The mapping may have gone since; else the next scan meets it again.
+                Err(error) => {
+                    log::debug!("process {pid}: {error}");
+                    return Ok(());
+                }
+            },
+        };
+        let Some(library) = library else {
+            return Ok(());
+        };
+        // The same file may be open to us only through this process.
+        let library = library.through(mapped);
+        let shared = self.named.is_none();
+        if !(shared && self.shared.contains_key(&mapped.id)) {
+            let target = (!shared).then_some(watched.target);
+            match probes.attach(&library, target) {
+                Ok(links) if shared => {
+                    self.shared.insert(mapped.id, links);
+                }
+                Ok(links) => watched.links.push(links),
+                // The process has just ended, or unmapped the file.
+                Err(ProbeError::Attach { source, .. })
+                    if matches!(source.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) =>
+                {
+                    return Ok(());
+                }
+                Err(error) if shared => {
+                    self.warn(error.to_string());
+                    return Ok(());
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        log::info!(
+            "process {pid}: {} has {} functions to probe",
+            mapped.path.display(),
+            library.functions()
+        );
+        watched.libraries.insert(mapped.id, mapped.name());
+        Ok(())
+    }
+
+    /// Memory that was pinned before the trace shows in the maps as shared `/dev/zero (deleted)`; what is pinned later, the
+    /// probes see. Ranges from the maps end when they have gone from there.
+    fn look_at_pinned(
+        &mut self,
+        pid: u32,
+        maps: &[MemoryMap],
+        probes: &mut Probes,
+    ) -> Result<(), TraceError> {
+        let Some(watched) = self.processes.get_mut(&pid) else {
+            return Ok(());
+        };
+        let known = match &mut watched.pinned {
+            None if watched.libraries.is_empty() => {
+                watched.pinned = Some(HashMap::new());
+                return Ok(());
+            }
+            None => {
+                let mut ranges = HashMap::new();
+                for map in maps.iter().filter(|map| is_pinned(map)) {
+                    let (start, end) = map.address;
+                    probes.remember(pid, start, end - start, MemoryKind::Pinned)?;
+                    ranges.insert(start, end - start);
+                }
+                watched.pinned = Some(ranges);
+                return Ok(());
+            }
+            Some(known) => known,
+        };
+        let now: HashMap<u64, u64> = maps
+            .iter()
+            .map(|map| (map.address.0, map.address.1 - map.address.0))
+            .collect();
+        known.retain(|start, bytes| {
+            let stays = now.get(start) == Some(bytes);
+            if !stays {
+                probes.forget_range(pid, *start);
+            }
+            stays
+        });
+        Ok(())
+    }
+
+    /// Moves the counts of processes that have ended out of the kernel's map, whose room is bounded.
+    fn harvest(&mut self, probes: &mut Probes) {
+        let Ok(rows) = probes.copies() else {
+            return;
+        };
+        for (key, stat) in rows {
+            if start_time(key.pid).is_none() {
+                self.finished
+                    .entry(key)
+                    .or_default()
+                    .merge(&Stat::from(&stat));
+                probes.forget(&key);
+                probes.forget_process(key.pid);
+            }
+        }
+        probes.drop_dead_calls();
+    }
+
+    fn warn(&mut self, warning: String) {
+        if !self.warnings.contains(&warning) {
+            self.warnings.push(warning);
+        }
+    }
+}
+
+impl Watched {
+    fn new(pid: u32, number: u16, start_time: u64) -> Self {
+        Self {
+            comm: comm(pid).unwrap_or_default(),
+            start_time,
+            ended: false,
+            target: Target { pid, number },
+            libraries: HashMap::new(),
+            links: Vec::new(),
+            pinned: None,
+        }
+    }
+}
+
+/// Checks that `pid` names a process whose memory can be looked at.
+fn named_process(pid: u32, number: u16) -> Result<Watched, TraceError> {
+    let gone = TraceError::NoSuchProcess { pid };
+    let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else {
+        return Err(gone);
+    };
+    let leader = status
+        .lines()
+        .find_map(|line| line.strip_prefix("Tgid:"))
+        .and_then(|id| id.trim().parse().ok());
+    if let Some(leader) = leader
+        && leader != pid
+    {
+        return Err(TraceError::Thread {
+            tid: pid,
+            pid: leader,
+        });
+    }
+    let start_time = start_time(pid).ok_or(gone)?;
+    match maps(pid) {
+        Ok(maps) if maps.is_empty() => Err(TraceError::NoMemory { pid }),
+        Ok(_) => Ok(Watched::new(pid, number, start_time)),
+        Err(reason) => Err(TraceError::Inspect { pid, reason }),
+    }
+}
+
+fn is_pinned(map: &MemoryMap) -> bool {
+    map.perms.contains(MMPermissions::SHARED)
+        && matches!(&map.pathname, MMapPath::Path(path) if path.as_os_str() == "/dev/zero (deleted)")
+}
+
+/// The maps of a process; empty for a kernel thread and for one that has ended.
+fn maps(pid: u32) -> Result<Vec<MemoryMap>, String> {
+    match Proc::new(pid as i32).and_then(|process| process.maps()) {
+        Ok(maps) => Ok(maps.into_iter().collect()),
+        Err(procfs::ProcError::NotFound(_)) => Ok(Vec::new()),
+        Err(procfs::ProcError::PermissionDenied(_)) => Err(rights::reason()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// When a process started, in clock ticks since boot; `None` once it has ended.
+fn start_time(pid: u32) -> Option<u64> {
+    let stat = Proc::new(pid as i32).ok()?.stat().ok()?;
+    (!matches!(stat.state, 'Z' | 'X')).then_some(stat.starttime)
+}
+
+fn comm(pid: u32) -> Option<String> {
+    let comm = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
+    Some(comm.trim_end().to_string())
+}
+
+/// True where process ids here are those that the kernel counts by.
+fn in_first_pid_namespace() -> bool {
+    // PROC_PID_INIT_INO of the kernel.
+    const FIRST: &str = "pid:[4026531836]";
+    fs::read_link("/proc/self/ns/pid").is_ok_and(|link| link.as_os_str() == FIRST)
+}

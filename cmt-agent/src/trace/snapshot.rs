@@ -1,0 +1,81 @@
+//! What was counted up to a moment.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use cmt_common::event::{CopyKey, LOST_REASONS};
+
+use crate::histogram::Stat;
+
+/// A process of a trace.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Process {
+    /// Its name, at most 15 bytes.
+    pub comm: String,
+    /// True once it has ended.
+    pub ended: bool,
+    /// True where it was asked for by id.
+    pub named: bool,
+    /// The CUDA libraries that it maps, by name.
+    pub libraries: Vec<String>,
+}
+
+/// Everything counted from the start of a trace to one moment, or between two moments.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// When.
+    pub at: Instant,
+    /// How long the trace had run, or the time between the two moments.
+    pub duration: Duration,
+    /// Counters and latencies.
+    pub rows: BTreeMap<CopyKey, Stat>,
+    /// What could not be recorded, by [`cmt_common::event::Lost`].
+    pub lost: [u64; LOST_REASONS],
+    /// Times that a pair of probes fired: copies, the calls nested in them, and allocations.
+    pub probe_pairs: u64,
+    /// The processes, by id.
+    pub processes: BTreeMap<u32, Process>,
+    /// What went wrong on the way, in sentences.
+    pub warnings: Vec<String>,
+}
+
+impl Snapshot {
+    /// What was counted after `earlier`, an older snapshot of the same trace. Classes without a call are left out.
+    pub fn since(&self, earlier: &Self) -> Self {
+        let rows = self
+            .rows
+            .iter()
+            .map(|(key, stat)| {
+                let stat = match earlier.rows.get(key) {
+                    Some(earlier) => stat.since(earlier),
+                    None => stat.clone(),
+                };
+                (*key, stat)
+            })
+            .filter(|(_, stat)| stat.calls > 0)
+            .collect();
+        let mut lost = self.lost;
+        for (own, earlier) in lost.iter_mut().zip(earlier.lost) {
+            *own = own.saturating_sub(earlier);
+        }
+        Self {
+            at: self.at,
+            duration: self.at.duration_since(earlier.at),
+            rows,
+            lost,
+            probe_pairs: self.probe_pairs.saturating_sub(earlier.probe_pairs),
+            processes: self.processes.clone(),
+            warnings: self.warnings.clone(),
+        }
+    }
+
+    /// All calls.
+    pub fn calls(&self) -> u64 {
+        self.rows.values().map(|stat| stat.calls).sum()
+    }
+
+    /// All losses.
+    pub fn lost_total(&self) -> u64 {
+        self.lost.iter().sum()
+    }
+}

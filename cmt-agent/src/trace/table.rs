@@ -1,0 +1,267 @@
+//! A trace as text of at most 80 columns.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use cmt_common::api::Direction;
+use cmt_common::event::LOST_NAMES;
+
+use super::report::{CopyReport, ProcessReport, Report};
+use super::{Snapshot, Targets};
+use crate::histogram::Stat;
+
+/// Cells of the longest bar of a histogram.
+const BAR: usize = 40;
+
+/// The report of a trace that has ended.
+pub fn render(snapshot: &Snapshot, report: &Report, targets: &Targets) -> String {
+    let mut text = tables(report);
+    if snapshot.calls() == 0 {
+        text += &nothing_seen(snapshot, targets);
+    } else {
+        text += &histograms(snapshot);
+    }
+    text += &footer(snapshot, report);
+    text
+}
+
+/// The tables alone, as the live view shows them.
+pub fn tables(report: &Report) -> String {
+    let mut text = String::new();
+    for process in &report.processes {
+        if !process.copies.is_empty() {
+            table(&mut text, process, report.duration_s);
+        }
+    }
+    text
+}
+
+fn table(text: &mut String, process: &ProcessReport, duration_s: f64) {
+    let calls: u64 = process.copies.iter().map(|copy| copy.calls).sum();
+    let bytes: u64 = process.copies.iter().map(|copy| copy.bytes).sum();
+    let total_ns: u64 = process.copies.iter().map(|copy| copy.total_ns).sum();
+    // Writing to a String cannot fail, here and below.
+    let _ = writeln!(
+        text,
+        "{} (pid {}): {} copies, {}, {} in copies of {duration_s:.1} s",
+        process.comm,
+        process.pid,
+        grouped(calls),
+        size(bytes as f64),
+        time(total_ns),
+    );
+    let mut function = "";
+    for copy in &process.copies {
+        if copy.function != function {
+            function = copy.function;
+            let _ = writeln!(text, "  {function}");
+            let _ = writeln!(
+                text,
+                "    {:<7} {:<8} {:>7} {:>9} {:>6} {:>6} {:>6} {:>6} {:>6} {:>6}",
+                "", "memory", "size", "calls", "errors", "GB/s", "p50", "p90", "p99", "max"
+            );
+        }
+        row(text, copy);
+    }
+}
+
+fn row(text: &mut String, copy: &CopyReport) {
+    let rate = if copy.total_ns > 0 {
+        format!("{:.1}", copy.bytes as f64 / copy.total_ns as f64)
+    } else {
+        "-".into()
+    };
+    let latency = |of: fn(&super::report::Latency) -> u64| {
+        copy.latency_ns
+            .as_ref()
+            .map_or("-".into(), |latency| time(of(latency)))
+    };
+    let _ = writeln!(
+        text,
+        "    {:<7} {:<8} {:>7} {:>9} {:>6} {:>6} {:>6} {:>6} {:>6} {:>6}",
+        copy.direction,
+        copy.memory,
+        size(copy.size_class_bytes as f64),
+        copy.calls,
+        copy.errors,
+        rate,
+        latency(|l| l.p50),
+        latency(|l| l.p90),
+        latency(|l| l.p99),
+        latency(|l| l.max),
+    );
+}
+
+/// One histogram a direction, two buckets of latency to the octave.
+fn histograms(snapshot: &Snapshot) -> String {
+    let mut directions: BTreeMap<u8, Stat> = BTreeMap::new();
+    for (key, stat) in &snapshot.rows {
+        directions.entry(key.direction).or_default().merge(stat);
+    }
+    let mut text = String::new();
+    for (direction, stat) in directions {
+        let bars = bars(&stat);
+        let most = bars.values().copied().max().unwrap_or(0);
+        if most == 0 {
+            continue;
+        }
+        let _ = writeln!(text, "\n{} latency", Direction::from_raw(direction).name());
+        let (first, last) = (
+            *bars.keys().next().unwrap_or(&0),
+            *bars.keys().last().unwrap_or(&0),
+        );
+        for octave in first..=last {
+            let calls = bars.get(&octave).copied().unwrap_or(0);
+            let cells = (calls as f64 / most as f64 * BAR as f64).ceil() as usize;
+            let _ = writeln!(
+                text,
+                "  {:>6} to {:>6} |{:<BAR$}| {}",
+                time(1 << octave),
+                time(2 << octave),
+                "#".repeat(cells),
+                grouped(calls)
+            );
+        }
+    }
+    text
+}
+
+fn bars(stat: &Stat) -> BTreeMap<u32, u64> {
+    let mut bars = BTreeMap::new();
+    for (lo, _, calls) in stat.histogram() {
+        *bars.entry(lo.max(1).ilog2()).or_default() += calls;
+    }
+    bars
+}
+
+/// Why there is nothing to show: what could not be seen is no zero.
+fn nothing_seen(snapshot: &Snapshot, targets: &Targets) -> String {
+    let mut text = String::new();
+    let seen: Vec<_> = snapshot
+        .processes
+        .iter()
+        .filter(|(_, process)| !process.libraries.is_empty())
+        .collect();
+    match targets {
+        Targets::Pids(pids) => {
+            for pid in pids {
+                let Some(process) = snapshot.processes.get(pid) else {
+                    continue;
+                };
+                let _ = if process.libraries.is_empty() {
+                    writeln!(
+                        text,
+                        "{} (pid {pid}): maps no CUDA library, so there was nothing to probe.",
+                        process.comm
+                    )
+                } else {
+                    writeln!(
+                        text,
+                        "{} (pid {pid}): probes were on {}, and no copy function was called.",
+                        process.comm,
+                        process.libraries.join(", ")
+                    )
+                };
+            }
+        }
+        Targets::All if seen.is_empty() => {
+            text += "No process maps a CUDA library, so there was nothing to probe.\n";
+        }
+        Targets::All => {
+            let _ = writeln!(
+                text,
+                "Probes were on the CUDA libraries of {} processes, and none called a copy function.",
+                seen.len()
+            );
+        }
+    }
+    text
+}
+
+fn footer(snapshot: &Snapshot, report: &Report) -> String {
+    let mut text = String::new();
+    for (name, lost) in LOST_NAMES.iter().zip(snapshot.lost) {
+        if lost > 0 {
+            let _ = writeln!(text, "lost {}: {name}", grouped(lost));
+        }
+    }
+    let ended: Vec<String> = snapshot
+        .processes
+        .iter()
+        .filter(|(_, process)| process.ended && process.named)
+        .map(|(pid, _)| pid.to_string())
+        .collect();
+    if !ended.is_empty() {
+        let _ = writeln!(text, "ended during the trace: {}", ended.join(", "));
+    }
+    let calls = report.overhead.calls;
+    let _ = match report.overhead.pair_ns {
+        Some(pair_ns) => writeln!(
+            text,
+            "\ntracing itself: {} probed calls x {} = {} of the targets' time",
+            grouped(calls),
+            time(pair_ns),
+            time(calls * pair_ns)
+        ),
+        None => writeln!(
+            text,
+            "\ntracing itself: {} probed calls, cost of each not measurable here",
+            grouped(calls)
+        ),
+    };
+    text
+}
+
+/// A time in three digits: `820ns`, `1.2us`, `34ms`, `5.6s`.
+pub fn time(ns: u64) -> String {
+    scaled(ns as f64, 1000.0, &["ns", "us", "ms", "s"])
+}
+
+/// A size by powers of 1024: `64M`, `1.5G`.
+pub fn size(bytes: f64) -> String {
+    scaled(bytes, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB"])
+}
+
+fn scaled(mut value: f64, step: f64, units: &[&str]) -> String {
+    let mut unit = 0;
+    while value >= step * 0.9995 && unit + 1 < units.len() {
+        value /= step;
+        unit += 1;
+    }
+    if unit == 0 || value >= 9.95 || value.fract() == 0.0 {
+        format!("{value:.0}{}", units[unit])
+    } else {
+        format!("{value:.1}{}", units[unit])
+    }
+}
+
+/// `1234567` as `1,234,567`.
+pub fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_short_and_right() {
+        assert_eq!(time(0), "0ns");
+        assert_eq!(time(999), "999ns");
+        assert_eq!(time(1_234), "1.2us");
+        assert_eq!(time(34_567_890), "35ms");
+        assert_eq!(time(123_000_000_000), "123s");
+        assert_eq!(size(4096.0), "4KiB");
+        assert_eq!(size(1.5 * 1024.0 * 1024.0), "1.5MiB");
+        assert_eq!(grouped(0), "0");
+        assert_eq!(grouped(1_234_567), "1,234,567");
+    }
+}

@@ -1,0 +1,142 @@
+//! The maps: what the programs share with the host and with each other.
+
+use aya_ebpf::bindings::BPF_F_NO_PREALLOC;
+use aya_ebpf::helpers::bpf_get_current_comm;
+use aya_ebpf::macros::map;
+use aya_ebpf::maps::lpm_trie::Key;
+use aya_ebpf::maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray};
+use cmt_common::event::{Call, CopyKey, CopyStat, LOST_REASONS, Lost, MAX_TARGETS, phase};
+use cmt_common::histogram::BUCKETS;
+use cmt_common::range::{PID_BITS, RangeKey, RangePrefix, RangeValue};
+
+use crate::alloc::{AllocCall, AllocFrame};
+use crate::atomic;
+
+/// Histograms. Values are allocated when first needed: 2.5 KB each.
+#[map]
+pub static COPIES: HashMap<CopyKey, CopyStat> = HashMap::with_max_entries(16384, BPF_F_NO_PREALLOC);
+
+/// One zeroed value, since a fresh one does not fit on a BPF stack.
+#[map]
+static TEMPLATE: Array<CopyStat> = Array::with_max_entries(1, 0);
+
+/// The outermost copy call of each thread that is in one, by pid_tgid as the kernel counts. Not an LRU map: a call that
+/// finds no room is counted as lost when it begins, and none is dropped later.
+#[map]
+pub static CALLS: HashMap<u64, Call> = HashMap::with_max_entries(16384, 0);
+
+/// Allocation calls that have begun.
+#[map]
+pub static ALLOCS: LruHashMap<AllocFrame, AllocCall> = LruHashMap::with_max_entries(4096, 0);
+
+/// Known memory, as prefixes of addresses, for "which kind is this address".
+#[map]
+pub static PREFIXES: LpmTrie<RangePrefix, u32> = LpmTrie::with_max_entries(262_144, 0);
+
+/// Known memory by its start, for "how long is what ends here".
+#[map]
+pub static RANGES: HashMap<RangeKey, RangeValue> =
+    HashMap::with_max_entries(65536, BPF_F_NO_PREALLOC);
+
+/// Process ids by the target number in a cookie, where the host's own ids are not the kernel's.
+#[map]
+static TARGETS: Array<u32> = Array::with_max_entries(MAX_TARGETS as u32, 0);
+
+/// Names of processes that copied: some end before the host has seen them.
+#[map]
+static COMMS: LruHashMap<u32, [u8; 16]> = LruHashMap::with_max_entries(16384, 0);
+
+/// Times that a pair of probes fired, for the report of cmt's own cost.
+#[map]
+static PAIRS: PerCpuArray<u64> = PerCpuArray::with_max_entries(1, 0);
+
+/// One of [`phase`], by the host.
+#[map]
+static PHASE: Array<u32> = Array::with_max_entries(1, 0);
+
+/// What could not be recorded, by [`Lost`].
+#[map]
+static LOST: Array<u64> = Array::with_max_entries(LOST_REASONS as u32, 0);
+
+/// One of [`phase`].
+#[inline(always)]
+pub fn phase() -> u32 {
+    PHASE.get(0).map_or(phase::ENDING, |phase| *phase)
+}
+
+/// Counts a pair of probes that has fired.
+#[inline(always)]
+pub fn count_pair() {
+    if let Some(count) = PAIRS.get_ptr_mut(0) {
+        // SAFETY: the value is this processor's own. A probe that interrupts this one could lose one count of a statistic.
+        unsafe { *count += 1 };
+    }
+}
+
+/// Counts something that could not be recorded.
+#[inline(always)]
+pub fn lost(reason: Lost) {
+    if let Some(count) = LOST.get_ptr_mut(reason as u32) {
+        // SAFETY: the map holds the value as long as the program runs.
+        unsafe { atomic::add(count, 1) };
+    }
+}
+
+/// The id under which the host knows the current process.
+#[inline(always)]
+pub fn process(target: u16, pid_tgid: u64) -> u32 {
+    if target != 0
+        && let Some(pid) = TARGETS.get(target as u32)
+        && *pid != 0
+    {
+        return *pid;
+    }
+    (pid_tgid >> 32) as u32
+}
+
+/// Counts one finished call; `elapsed_ns` of a failed one is not used.
+#[inline(always)]
+pub fn record(key: &CopyKey, bytes: u64, elapsed_ns: u64, failed: bool) {
+    let Some(stat) = stat(key) else {
+        lost(Lost::CopiesFull);
+        return;
+    };
+    // SAFETY: `stat` is a value of COPIES, whose memory the kernel keeps until the program ends, and the bucket index is
+    // below BUCKETS.
+    unsafe {
+        atomic::add(&raw mut (*stat).calls, 1);
+        if failed {
+            atomic::add(&raw mut (*stat).errors, 1);
+            return;
+        }
+        atomic::add(&raw mut (*stat).bytes, bytes);
+        atomic::add(&raw mut (*stat).total_ns, elapsed_ns);
+        atomic::raise(&raw mut (*stat).max_ns, elapsed_ns);
+        let bucket = cmt_common::histogram::bucket_of(elapsed_ns);
+        if bucket < BUCKETS {
+            atomic::add((&raw mut (*stat).buckets).cast::<u64>().add(bucket), 1);
+        }
+    }
+}
+
+#[inline(always)]
+fn stat(key: &CopyKey) -> Option<*mut CopyStat> {
+    if let Some(stat) = COPIES.get_ptr_mut(key) {
+        return Some(stat);
+    }
+    const NO_EXIST: u64 = 1;
+    if let Ok(comm) = bpf_get_current_comm() {
+        // Only a name: without it the report shows the process by its id.
+        let _ = COMMS.insert(key.pid, comm, 0);
+    }
+    let template = TEMPLATE.get(0)?;
+    // Fails where another processor was faster: then its entry is there.
+    let _ = COPIES.insert(key, template, NO_EXIST);
+    COPIES.get_ptr_mut(key)
+}
+
+/// A key of [`PREFIXES`].
+#[inline(always)]
+pub fn prefix(pid: u32, address: u64, length_bits: u32) -> Key<RangePrefix> {
+    Key::new(PID_BITS + length_bits, RangePrefix::new(pid, address))
+}
