@@ -141,6 +141,8 @@ fn a_hundred_cycles_leave_no_trace() {
             "2",
         ],
     );
+    // Once it reports progress, all its threads are there, and those of its streams.
+    victim.next_line().expect("it copies");
     let code = victim.code("libcuda.so");
     let threads = victim.threads();
     for cycle in 0..100 {
