@@ -30,13 +30,13 @@ void link_init(void)
     memset(staging, 0, sizeof staging);
 }
 
-static uint64_t book(struct line *line, double gbps, size_t bytes, uint64_t extra_ns)
+/* Books the time for `bytes`, from `from_ns` at the earliest, and returns when it is over. */
+static uint64_t book(struct line *line, double gbps, size_t bytes, uint64_t extra_ns, uint64_t from_ns)
 {
     uint64_t cost = (uint64_t)((double)bytes / gbps) + extra_ns;
     uint64_t booked = line->booked_until_ns, end;
-    uint64_t now = now_ns();
     do
-        end = (booked > now ? booked : now) + cost;
+        end = (booked > from_ns ? booked : from_ns) + cost;
     while (!__atomic_compare_exchange_n(&line->booked_until_ns, &booked, end, false, __ATOMIC_RELAXED,
                                         __ATOMIC_RELAXED));
     return end;
@@ -74,7 +74,7 @@ static char *dst_row(const struct transfer *t, size_t row)
 
 void link_dma(enum lane lane, const struct transfer *t)
 {
-    uint64_t end = lane == LANE_LOCAL ? 0 : book(&dma[lane], knobs.pinned_gbps, total(t), knobs.call_ns);
+    uint64_t end = lane == LANE_LOCAL ? 0 : book(&dma[lane], knobs.pinned_gbps, total(t), knobs.call_ns, now_ns());
     for (size_t row = 0; row < t->height * t->depth; row++)
         memmove(dst_row(t, row), src_row(t, row), t->width);
     wait_until(end);
@@ -86,11 +86,12 @@ void link_pageable(enum lane lane, const struct transfer *t)
         link_dma(lane, t);
         return;
     }
-    uint64_t extra_ns = knobs.call_ns;
+    uint64_t extra_ns = knobs.call_ns, end = now_ns();
     for (size_t row = 0; row < t->height * t->depth; row++) {
         for (size_t at = 0; at < t->width;) {
             size_t part = t->width - at < STAGING_BYTES ? t->width - at : STAGING_BYTES;
-            uint64_t end = book(&pageable[lane], knobs.pageable_gbps, part, extra_ns);
+            /* From the end of the last part: a sleep that took too long is not paid for again. */
+            end = book(&pageable[lane], knobs.pageable_gbps, part, extra_ns, end);
             extra_ns = 0;
             pthread_mutex_lock(&staging_lock[lane]);
             memcpy(staging[lane], src_row(t, row) + at, part);
@@ -106,7 +107,7 @@ void link_pageable(enum lane lane, const struct transfer *t)
 
 void link_stage(const struct transfer *t, char *buffer)
 {
-    uint64_t end = book(&pageable[LANE_HTOD], knobs.pageable_gbps, total(t), 0);
+    uint64_t end = book(&pageable[LANE_HTOD], knobs.pageable_gbps, total(t), 0, now_ns());
     for (size_t row = 0; row < t->height * t->depth; row++, buffer += t->width)
         memcpy(buffer, src_row(t, row), t->width);
     wait_until(end);

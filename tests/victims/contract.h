@@ -1,0 +1,46 @@
+/* What the cases of `contract` share. A case prints lines through `report`; nothing in them depends on time or
+ * addresses, so that the outputs of two runs, untouched and patched, can be compared as text. */
+#ifndef CONTRACT_H
+#define CONTRACT_H
+
+#include "../stand-in/cuda_stand_in.h"
+
+#include <stdbool.h>
+
+enum { KIB = 1 << 10, MIB = 1 << 20, LARGE = 16 * MIB, HUGE = 64 * MIB };
+
+/* Prints "CASE/VARIANT: …". A line with bytes_ok=0 makes the program exit 3. */
+void report(const char *variant, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* Ends the program: the preparation of a case failed. */
+void must(CUresult result, const char *what);
+
+CUdeviceptr device_memory(size_t bytes);
+/* Ordinary memory with a pattern that depends on `seed`. Freed by host_free. */
+unsigned char *host_pattern(size_t bytes, unsigned seed);
+unsigned char *host_zeros(size_t bytes);
+void host_free(void *memory, size_t bytes);
+void fill_pattern(unsigned char *memory, size_t bytes, unsigned seed);
+bool is_pattern(const unsigned char *memory, size_t bytes, unsigned seed);
+bool is_byte(const unsigned char *memory, size_t bytes, unsigned char value);
+/* The same question about device memory, through pinned memory, so that no copy under test is involved. */
+bool device_is_pattern(CUdeviceptr address, size_t bytes, unsigned seed);
+bool device_is_byte(CUdeviceptr address, size_t bytes, unsigned char value);
+/* Fills device memory without a copy from pageable memory. */
+void device_fill_pattern(CUdeviceptr address, size_t bytes, unsigned seed);
+void device_fill_byte(CUdeviceptr address, size_t bytes, unsigned char value);
+
+CUstream new_stream(unsigned flags);
+/* Keeps a stream busy for 0.3 s, in place of a kernel. `was_over` says whether it had ended at this moment. */
+struct busy { _Atomic int over; };
+void make_busy(CUstream stream, struct busy *busy);
+const char *size_name(size_t bytes);
+/* Runs `function` on another thread, which has the primary context, and waits for it. */
+void on_other_thread(void (*function)(void *), void *argument);
+void bind_context(void);
+extern CUcontext main_context;
+extern CUdevice main_device;
+
+struct contract_case { const char *name; void (*run)(void); };
+extern const struct contract_case copy_cases[], order_cases[], capture_cases[], misuse_cases[], context_cases[];
+
+#endif

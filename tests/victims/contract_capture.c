@@ -1,0 +1,202 @@
+/* Contract: copies while a stream captures. */
+#define _GNU_SOURCE
+#include "contract.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static const char *const modes[] = {"global", "thread-local", "relaxed"};
+
+struct other {
+    CUdeviceptr device;
+    unsigned char *host;
+    size_t bytes;
+    CUresult there, away;
+    bool right;
+};
+
+static void copy_on_own_stream(void *argument)
+{
+    struct other *o = argument;
+    CUstream stream = new_stream(CU_STREAM_NON_BLOCKING);
+    fill_pattern(o->host, o->bytes, 5);
+    o->there = cuMemcpyHtoDAsync_v2(o->device, o->host, o->bytes, stream);
+    memset(o->host, 0, o->bytes);
+    o->away = cuMemcpyDtoHAsync_v2(o->host, o->device, o->bytes, stream);
+    o->right = is_pattern(o->host, o->bytes, 5);
+}
+
+/* Another thread copies in its own stream, for the first time perhaps, while this one captures: the capture lives. */
+static void other_thread(void)
+{
+    struct other o = {device_memory(LARGE), host_zeros(LARGE), LARGE, 0, 0, false};
+    CUstream stream = new_stream(CU_STREAM_NON_BLOCKING);
+    for (int mode = 0; mode < 3; mode++) {
+        CUgraph graph = NULL;
+        must(cuStreamBeginCapture_v2(stream, mode), "cuStreamBeginCapture");
+        on_other_thread(copy_on_own_stream, &o);
+        CUresult end = cuStreamEndCapture(stream, &graph);
+        report(modes[mode], "ret=%d,%d bytes_ok=%d end=%d", o.there, o.away, o.right, end);
+        if (graph)
+            must(cuGraphDestroy(graph), "cuGraphDestroy");
+    }
+    must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
+    host_free(o.host, o.bytes);
+    must(cuMemFree_v2(o.device), "cuMemFree");
+}
+
+/* A captured copy is part of the graph: nothing moves before the launch, and each launch moves the bytes of then. */
+static void captured_copy(void)
+{
+    static const size_t sizes[] = {4 * KIB, MIB, LARGE};
+    for (size_t i = 0; i < 3; i++) {
+        size_t bytes = sizes[i];
+        CUstream stream = new_stream(CU_STREAM_NON_BLOCKING);
+        CUdeviceptr device = device_memory(bytes);
+        unsigned char *source = host_pattern(bytes, 6), *back = host_zeros(bytes);
+        device_fill_byte(device, bytes, 1);
+        must(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_GLOBAL), "cuStreamBeginCapture");
+        CUresult there = cuMemcpyHtoDAsync_v2(device, source, bytes, stream);
+        CUresult away = cuMemcpyDtoHAsync_v2(back, device, bytes, stream);
+        CUgraph graph = NULL;
+        CUresult end = cuStreamEndCapture(stream, &graph);
+        bool untouched = device_is_byte(device, bytes, 1) && is_byte(back, bytes, 0);
+        CUresult launch = -1;
+        bool right = false;
+        if (graph) {
+            CUgraphExec executable;
+            must(cuGraphInstantiateWithFlags(&executable, graph, 0), "cuGraphInstantiate");
+            right = untouched;
+            for (unsigned seed = 7; seed < 9; seed++) {
+                fill_pattern(source, bytes, seed);
+                launch = cuGraphLaunch(executable, stream);
+                must(cuStreamSynchronize(stream), "cuStreamSynchronize");
+                right = right && is_pattern(back, bytes, seed) && device_is_pattern(device, bytes, seed);
+            }
+            must(cuGraphExecDestroy(executable), "cuGraphExecDestroy");
+            must(cuGraphDestroy(graph), "cuGraphDestroy");
+        }
+        report(size_name(bytes), "ret=%d,%d end=%d launch=%d bytes_ok=%d", there, away, end, launch, right);
+        host_free(source, bytes);
+        host_free(back, bytes);
+        must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
+        must(cuMemFree_v2(device), "cuMemFree");
+    }
+}
+
+/* A synchronous copy while a stream captures: an error, and the capture is broken or not, as stock does it. */
+static void synchronous_copy(void)
+{
+    CUdeviceptr device = device_memory(4 * MIB);
+    unsigned char *host = host_pattern(4 * MIB, 8);
+    for (unsigned flags = 0; flags <= CU_STREAM_NON_BLOCKING; flags++)
+        for (int mode = 0; mode < 3; mode++) {
+            CUstream stream = new_stream(flags);
+            device_fill_byte(device, 4 * MIB, 1);
+            must(cuStreamBeginCapture_v2(stream, mode), "cuStreamBeginCapture");
+            CUresult there = cuMemcpyHtoD_v2(device, host, 4 * MIB);
+            CUgraph graph = NULL;
+            CUresult end = cuStreamEndCapture(stream, &graph);
+            bool arrived = device_is_pattern(device, 4 * MIB, 8);
+            if (graph)
+                must(cuGraphDestroy(graph), "cuGraphDestroy");
+            char variant[64];
+            snprintf(variant, sizeof variant, "%s %s", flags ? "non-blocking" : "blocking", modes[mode]);
+            report(variant, "ret=%d end=%d arrived=%d", there, end, arrived);
+            must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
+        }
+    host_free(host, 4 * MIB);
+    must(cuMemFree_v2(device), "cuMemFree");
+}
+
+/* An asynchronous copy into the legacy stream while another stream captures. */
+static void legacy_copy(void)
+{
+    CUdeviceptr device = device_memory(4 * MIB);
+    unsigned char *host = host_pattern(4 * MIB, 8);
+    for (unsigned flags = 0; flags <= CU_STREAM_NON_BLOCKING; flags++) {
+        CUstream stream = new_stream(flags);
+        CUstreamCaptureStatus status = -1;
+        CUgraph graph = NULL;
+        must(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_RELAXED), "cuStreamBeginCapture");
+        CUresult asked = cuStreamIsCapturing(NULL, &status);
+        CUresult there = cuMemcpyHtoDAsync_v2(device, host, 4 * MIB, NULL);
+        CUresult end = cuStreamEndCapture(stream, &graph);
+        report(flags ? "non-blocking" : "blocking", "is_capturing=%d ret=%d end=%d", asked, there, end);
+        if (graph)
+            must(cuGraphDestroy(graph), "cuGraphDestroy");
+        must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
+    }
+    host_free(host, 4 * MIB);
+    must(cuMemFree_v2(device), "cuMemFree");
+}
+
+/* Calls that a copier might make on its way, while another thread captures in global mode. */
+static const char *const calls[] = {"cuStreamQuery", "cuStreamSynchronize", "cuEventQuery", "cuEventSynchronize",
+                                    "cuEventRecord", "cuMemHostAlloc", "cuStreamWriteValue32", "cuPointerGetAttributes"};
+enum { CALLS = sizeof calls / sizeof *calls };
+
+struct call {
+    int which;
+    bool relaxed;
+    CUstream stream;
+    CUevent event;
+    CUdeviceptr device;
+    CUresult result;
+};
+
+static void make_call(void *argument)
+{
+    struct call *c = argument;
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    void *pinned = NULL;
+    unsigned type;
+    CUpointer_attribute attribute = CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+    void *value = &type;
+    if (c->relaxed)
+        must(cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
+    switch (c->which) {
+    case 0: c->result = cuStreamQuery(c->stream); break;
+    case 1: c->result = cuStreamSynchronize(c->stream); break;
+    case 2: c->result = cuEventQuery(c->event); break;
+    case 3: c->result = cuEventSynchronize(c->event); break;
+    case 4: c->result = cuEventRecord(c->event, c->stream); break;
+    case 5: c->result = cuMemHostAlloc(&pinned, MIB, 0); break;
+    case 6: c->result = cuStreamWriteValue32_v2(c->stream, c->device, 1, 0); break;
+    case 7: c->result = cuPointerGetAttributes(1, &attribute, &value, c->device); break;
+    }
+    if (pinned && c->relaxed) /* the mode is one of those under which this does no harm */
+        must(cuMemFreeHost(pinned), "cuMemFreeHost");
+    if (c->relaxed)
+        must(cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
+}
+
+static void unsafe_calls(void)
+{
+    struct call c = {.stream = new_stream(CU_STREAM_NON_BLOCKING), .device = device_memory(4)};
+    CUstream capturing = new_stream(CU_STREAM_NON_BLOCKING);
+    must(cuEventCreate(&c.event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+    must(cuEventRecord(c.event, c.stream), "cuEventRecord");
+    for (c.which = 0; c.which < CALLS; c.which++)
+        for (int relaxed = 0; relaxed < 2; relaxed++) {
+            CUgraph graph = NULL;
+            c.relaxed = relaxed;
+            must(cuStreamBeginCapture_v2(capturing, CU_STREAM_CAPTURE_MODE_GLOBAL), "cuStreamBeginCapture");
+            on_other_thread(make_call, &c);
+            CUresult end = cuStreamEndCapture(capturing, &graph);
+            char variant[64];
+            snprintf(variant, sizeof variant, "%s%s", calls[c.which], relaxed ? " relaxed" : "");
+            report(variant, "ret=%d end=%d", c.result, end);
+            if (graph)
+                must(cuGraphDestroy(graph), "cuGraphDestroy");
+        }
+    must(cuEventDestroy_v2(c.event), "cuEventDestroy");
+    must(cuStreamDestroy_v2(c.stream), "cuStreamDestroy");
+    must(cuStreamDestroy_v2(capturing), "cuStreamDestroy");
+    must(cuMemFree_v2(c.device), "cuMemFree");
+}
+
+const struct contract_case capture_cases[] = {
+    {"capture_other_thread", other_thread}, {"capture_async_copy", captured_copy},
+    {"capture_sync_copy", synchronous_copy}, {"capture_legacy_copy", legacy_copy},
+    {"capture_unsafe_calls", unsafe_calls}, {0}};

@@ -1,0 +1,219 @@
+/* Contract: the bytes arrive, through every function, for every kind of memory. */
+#define _GNU_SOURCE
+#include "contract.h"
+
+#include <string.h>
+#include <stdio.h>
+#include <sys/mman.h>
+
+static const size_t sizes[] = {4, 4 * KIB, 64 * KIB, MIB, 4 * MIB + 13, LARGE};
+enum { SIZES = sizeof sizes / sizeof *sizes };
+
+typedef CUresult (*both_ways)(bool to_device, void *host, CUdeviceptr device, size_t bytes, CUstream stream);
+
+/* There and back through one pair of functions, for each size. */
+static void there_and_back(const char *name, both_ways copy, CUstream stream)
+{
+    for (size_t i = 0; i < SIZES; i++) {
+        size_t bytes = sizes[i];
+        CUdeviceptr device = device_memory(bytes + 64);
+        unsigned char *source = host_pattern(bytes + 64, 10 + (unsigned)i), *back = host_zeros(bytes + 64);
+        device_fill_pattern(device, bytes + 64, 99);
+        CUresult there = copy(true, source, device, bytes, stream);
+        memset(source, 0, bytes);
+        CUresult away = copy(false, back, device, bytes, stream);
+        bool right = is_pattern(back, bytes, 10 + (unsigned)i);
+        must(cuStreamSynchronize(stream), "cuStreamSynchronize");
+        right = right && is_byte(back + bytes, 64, 0) && device_is_pattern(device, bytes, 10 + (unsigned)i);
+        char variant[64];
+        snprintf(variant, sizeof variant, "%s %s", name, size_name(bytes));
+        report(variant, "ret=%d,%d bytes_ok=%d", there, away, right);
+        host_free(source, bytes + 64);
+        host_free(back, bytes + 64);
+        must(cuMemFree_v2(device), "cuMemFree");
+    }
+}
+
+#define PAIR(name, there, back)                                                                                        \
+    static CUresult name(bool to_device, void *host, CUdeviceptr device, size_t bytes, CUstream stream)                \
+    {                                                                                                                  \
+        (void)stream;                                                                                                  \
+        return to_device ? there : back;                                                                               \
+    }
+PAIR(legacy, cuMemcpyHtoD_v2(device, host, bytes), cuMemcpyDtoH_v2(host, device, bytes))
+PAIR(ptds, cuMemcpyHtoD_v2_ptds(device, host, bytes), cuMemcpyDtoH_v2_ptds(host, device, bytes))
+PAIR(async, cuMemcpyHtoDAsync_v2(device, host, bytes, stream), cuMemcpyDtoHAsync_v2(host, device, bytes, stream))
+PAIR(ptsz, cuMemcpyHtoDAsync_v2_ptsz(device, host, bytes, stream),
+     cuMemcpyDtoHAsync_v2_ptsz(host, device, bytes, stream))
+PAIR(any, cuMemcpy(device, (uintptr_t)host, bytes), cuMemcpy((uintptr_t)host, device, bytes))
+PAIR(any_ptds, cuMemcpy_ptds(device, (uintptr_t)host, bytes), cuMemcpy_ptds((uintptr_t)host, device, bytes))
+PAIR(any_async, cuMemcpyAsync(device, (uintptr_t)host, bytes, stream),
+     cuMemcpyAsync((uintptr_t)host, device, bytes, stream))
+PAIR(any_ptsz, cuMemcpyAsync_ptsz(device, (uintptr_t)host, bytes, stream),
+     cuMemcpyAsync_ptsz((uintptr_t)host, device, bytes, stream))
+
+static void functions(void)
+{
+    CUstream stream = new_stream(CU_STREAM_NON_BLOCKING), blocking = new_stream(0);
+    there_and_back("cuMemcpyHtoD", legacy, NULL);
+    there_and_back("cuMemcpyHtoD_ptds", ptds, CU_STREAM_PER_THREAD);
+    there_and_back("cuMemcpyHtoDAsync", async, stream);
+    there_and_back("cuMemcpyHtoDAsync blocking", async, blocking);
+    there_and_back("cuMemcpyHtoDAsync legacy", async, NULL);
+    there_and_back("cuMemcpyHtoDAsync LEGACY", async, CU_STREAM_LEGACY);
+    there_and_back("cuMemcpyHtoDAsync PER_THREAD", async, CU_STREAM_PER_THREAD);
+    there_and_back("cuMemcpyHtoDAsync_ptsz", ptsz, NULL);
+    there_and_back("cuMemcpyHtoDAsync_ptsz own", ptsz, stream);
+    there_and_back("cuMemcpy", any, NULL);
+    there_and_back("cuMemcpy_ptds", any_ptds, CU_STREAM_PER_THREAD);
+    there_and_back("cuMemcpyAsync", any_async, stream);
+    there_and_back("cuMemcpyAsync_ptsz", any_ptsz, NULL);
+    must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
+    must(cuStreamDestroy_v2(blocking), "cuStreamDestroy");
+}
+
+/* Odd sizes at odd addresses; the bytes around the copied ones stay. */
+static void unaligned(void)
+{
+    enum { MOST = 5 * MIB };
+    CUdeviceptr device = device_memory(MOST);
+    unsigned char *source = host_zeros(MOST), *back = host_zeros(MOST);
+    static const size_t odd[] = {1, 63, 4097, 65537, 262143, MIB + 1, 2 * MIB - 1, 4 * MIB + 4095};
+    bool right = true;
+    CUresult result = 0;
+    for (size_t i = 0; i < sizeof odd / sizeof *odd; i++)
+        for (size_t shift = 1; shift < 64; shift += 31) {
+            fill_pattern(source + shift, odd[i], (unsigned)(i + shift));
+            memset(back, 0xa5, shift + odd[i] + 64);
+            result |= cuMemcpyHtoD_v2(device + 64 - shift, source + shift, odd[i]);
+            result |= cuMemcpyDtoH_v2(back + shift, device + 64 - shift, odd[i]);
+            right = right && is_byte(back, shift, 0xa5) && is_pattern(back + shift, odd[i], (unsigned)(i + shift)) &&
+                    is_byte(back + shift + odd[i], 64, 0xa5);
+        }
+    report("", "ret=%d bytes_ok=%d", result, right);
+    host_free(source, MOST);
+    host_free(back, MOST);
+    must(cuMemFree_v2(device), "cuMemFree");
+}
+
+static void read_only_source(void)
+{
+    CUdeviceptr device = device_memory(4 * MIB);
+    unsigned char *source = host_pattern(4 * MIB, 3);
+    must(mprotect(source, 4 * MIB, PROT_READ), "mprotect");
+    CUresult result = cuMemcpyHtoD_v2(device, source, 4 * MIB);
+    report("cuMemcpyHtoD", "ret=%d bytes_ok=%d", result, device_is_pattern(device, 4 * MIB, 3));
+    result = cuMemcpy(device, (uintptr_t)source, 4 * MIB);
+    report("cuMemcpy", "ret=%d bytes_ok=%d", result, device_is_pattern(device, 4 * MIB, 3));
+    host_free(source, 4 * MIB);
+    must(cuMemFree_v2(device), "cuMemFree");
+}
+
+/* Memory that the driver knows, both ways, in the given host memory. */
+static void known_memory(const char *name, unsigned char *host, size_t bytes)
+{
+    CUdeviceptr device = device_memory(bytes);
+    CUstream stream = new_stream(CU_STREAM_NON_BLOCKING);
+    char variant[64];
+    fill_pattern(host, bytes, 21);
+    CUresult there = cuMemcpyHtoD_v2(device, host, bytes);
+    memset(host, 0, bytes);
+    CUresult back = cuMemcpyDtoH_v2(host, device, bytes);
+    snprintf(variant, sizeof variant, "%s sync", name);
+    report(variant, "ret=%d,%d bytes_ok=%d", there, back, is_pattern(host, bytes, 21));
+
+    fill_pattern(host, bytes, 22);
+    there = cuMemcpyHtoDAsync_v2(device, host, bytes, stream);
+    must(cuStreamSynchronize(stream), "cuStreamSynchronize");
+    memset(host, 0, bytes);
+    back = cuMemcpyDtoHAsync_v2(host, device, bytes, stream);
+    must(cuStreamSynchronize(stream), "cuStreamSynchronize");
+    snprintf(variant, sizeof variant, "%s async", name);
+    report(variant, "ret=%d,%d bytes_ok=%d", there, back, is_pattern(host, bytes, 22));
+
+    fill_pattern(host, bytes, 23);
+    there = cuMemcpy(device, (uintptr_t)host, bytes);
+    memset(host, 0, bytes);
+    back = cuMemcpy((uintptr_t)host, device, bytes);
+    snprintf(variant, sizeof variant, "%s default", name);
+    report(variant, "ret=%d,%d bytes_ok=%d", there, back, is_pattern(host, bytes, 23));
+    must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
+    must(cuMemFree_v2(device), "cuMemFree");
+}
+
+static void driver_memory(void)
+{
+    enum { BYTES = 8 * MIB };
+    void *pinned;
+    must(cuMemHostAlloc(&pinned, BYTES, 0), "cuMemHostAlloc");
+    known_memory("pinned", pinned, BYTES);
+    must(cuMemFreeHost(pinned), "cuMemFreeHost");
+    unsigned char *registered = host_zeros(BYTES);
+    must(cuMemHostRegister_v2(registered, BYTES, 0), "cuMemHostRegister");
+    known_memory("registered", registered, BYTES);
+    must(cuMemHostUnregister(registered), "cuMemHostUnregister");
+    known_memory("unregistered", registered, BYTES);
+    host_free(registered, BYTES);
+    CUdeviceptr managed;
+    must(cuMemAllocManaged(&managed, BYTES, CU_MEM_ATTACH_GLOBAL), "cuMemAllocManaged");
+    known_memory("managed", (unsigned char *)(uintptr_t)managed, BYTES);
+    must(cuMemFree_v2(managed), "cuMemFree");
+}
+
+/* Copies with no host side, and with no device side. */
+static void one_sided(void)
+{
+    enum { BYTES = 8 * MIB };
+    CUdeviceptr a = device_memory(BYTES), b = device_memory(BYTES);
+    CUstream stream = new_stream(CU_STREAM_NON_BLOCKING);
+    device_fill_pattern(a, BYTES, 31);
+    CUresult result = cuMemcpyDtoD_v2(b, a, BYTES);
+    must(cuCtxSynchronize(), "cuCtxSynchronize");
+    report("cuMemcpyDtoD", "ret=%d bytes_ok=%d", result, device_is_pattern(b, BYTES, 31));
+    device_fill_pattern(a, BYTES, 32);
+    result = cuMemcpyDtoDAsync_v2(b, a, BYTES, stream);
+    must(cuStreamSynchronize(stream), "cuStreamSynchronize");
+    report("cuMemcpyDtoDAsync", "ret=%d bytes_ok=%d", result, device_is_pattern(b, BYTES, 32));
+    device_fill_pattern(a, BYTES, 33);
+    result = cuMemcpy(b, a, BYTES);
+    must(cuCtxSynchronize(), "cuCtxSynchronize");
+    report("cuMemcpy", "ret=%d bytes_ok=%d", result, device_is_pattern(b, BYTES, 33));
+    unsigned char *from = host_pattern(BYTES, 34), *to = host_zeros(BYTES);
+    result = cuMemcpy((uintptr_t)to, (uintptr_t)from, BYTES);
+    report("host to host", "ret=%d bytes_ok=%d", result, is_pattern(to, BYTES, 34));
+    host_free(from, BYTES);
+    host_free(to, BYTES);
+    must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
+    must(cuMemFree_v2(a), "cuMemFree");
+    must(cuMemFree_v2(b), "cuMemFree");
+}
+
+/* Rows with gaps on both sides: the gaps stay. */
+static void two_d(void)
+{
+    enum { WIDTH = 3000, HEIGHT = 500, HOST_PITCH = 3584, DEVICE_PITCH = 4096 };
+    CUdeviceptr device = device_memory(DEVICE_PITCH * HEIGHT);
+    unsigned char *source = host_pattern(HOST_PITCH * HEIGHT, 41), *back = host_zeros(HOST_PITCH * HEIGHT);
+    memset(back, 0xa5, HOST_PITCH * HEIGHT);
+    CUDA_MEMCPY2D there = {.srcMemoryType = CU_MEMORYTYPE_HOST, .srcHost = source, .srcPitch = HOST_PITCH,
+                           .dstMemoryType = CU_MEMORYTYPE_DEVICE, .dstDevice = device, .dstPitch = DEVICE_PITCH,
+                           .WidthInBytes = WIDTH, .Height = HEIGHT};
+    CUDA_MEMCPY2D away = {.dstMemoryType = CU_MEMORYTYPE_HOST, .dstHost = back, .dstPitch = HOST_PITCH,
+                          .srcMemoryType = CU_MEMORYTYPE_DEVICE, .srcDevice = device, .srcPitch = DEVICE_PITCH,
+                          .WidthInBytes = WIDTH, .Height = HEIGHT};
+    CUresult first = cuMemcpy2DUnaligned_v2(&there), second = cuMemcpy2D_v2(&away);
+    bool right = true;
+    for (size_t row = 0; row < HEIGHT; row++) {
+        unsigned char *line = back + row * HOST_PITCH;
+        right = right && !memcmp(line, source + row * HOST_PITCH, WIDTH) &&
+                is_byte(line + WIDTH, HOST_PITCH - WIDTH, 0xa5);
+    }
+    report("", "ret=%d,%d bytes_ok=%d", first, second, right);
+    host_free(source, HOST_PITCH * HEIGHT);
+    host_free(back, HOST_PITCH * HEIGHT);
+    must(cuMemFree_v2(device), "cuMemFree");
+}
+
+const struct contract_case copy_cases[] = {
+    {"copy", functions}, {"unaligned", unaligned}, {"read_only_source", read_only_source},
+    {"driver_memory", driver_memory}, {"one_sided", one_sided}, {"two_d", two_d}, {0}};
