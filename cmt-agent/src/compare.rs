@@ -8,90 +8,38 @@ use std::fmt::Write as _;
 
 use cmt_common::api::{Direction, MemoryKind};
 use cmt_common::event::CopyKey;
-use cmt_common::histogram::{BUCKETS, bucket_bounds, size_class_bytes};
+use cmt_common::histogram::{BUCKETS, bucket_bounds, bucket_of, size_class_bytes};
 use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
-/// Latencies of one class of copies in one window of time.
-#[derive(Clone, Debug)]
-pub struct ClassStat {
-    /// Successful calls.
-    pub calls: u64,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Time spent in them, in nanoseconds.
-    pub total_ns: u64,
-    /// Their latencies, by `bucket_of`.
-    pub buckets: Vec<u64>,
-}
-
-impl Default for ClassStat {
-    fn default() -> Self {
-        Self {
-            calls: 0,
-            bytes: 0,
-            total_ns: 0,
-            buckets: vec![0; BUCKETS],
-        }
-    }
-}
-
-impl ClassStat {
-    /// The latency in nanoseconds that `share` (0 to 1) of the calls stay within: the middle of its bucket.
-    pub fn quantile_ns(&self, share: f64) -> Option<u64> {
-        let total: u64 = self.buckets.iter().sum();
-        let wanted = ((total as f64 * share).ceil() as u64).max(1);
-        let mut seen = 0;
-        self.buckets
-            .iter()
-            .position(|&count| {
-                seen += count;
-                count > 0 && seen >= wanted
-            })
-            .map(middle_ns)
-    }
-
-    /// Bytes by the time spent in the calls, in 1e9 bytes a second; `None` without calls.
-    pub fn gbps(&self) -> Option<f64> {
-        (self.total_ns > 0).then(|| self.bytes as f64 / self.total_ns as f64)
-    }
-}
-
-fn middle_ns(bucket: usize) -> u64 {
-    let (lo, hi) = bucket_bounds(bucket);
-    if hi == u64::MAX {
-        lo
-    } else {
-        lo + (hi - lo) / 2
-    }
-}
+use crate::histogram::Stat;
+use crate::trace::Snapshot;
 
 /// Classes of copies in one window of time.
 #[derive(Clone, Debug, Default)]
 pub struct Window {
-    classes: BTreeMap<(Direction, u8), ClassStat>,
+    classes: BTreeMap<(Direction, u8), Stat>,
 }
 
 impl Window {
-    /// Adds the counts of one histogram; those of host memory that attaching does not touch are left out.
-    pub fn add(&mut self, key: &CopyKey, calls: u64, bytes: u64, total_ns: u64, buckets: &[u64]) {
-        let memory = MemoryKind::from_raw(key.memory);
-        if !matches!(memory, MemoryKind::Pageable | MemoryKind::Unknown) || calls == 0 {
-            return;
+    /// The copies of one window that attaching touches: those of pageable memory, and those of which nothing is known.
+    pub fn new(snapshot: &Snapshot) -> Self {
+        let mut window = Self::default();
+        for (key, stat) in &snapshot.rows {
+            window.add(key, stat);
         }
-        let direction = Direction::from_raw(key.direction);
-        let class = self.classes.entry((direction, key.size_class)).or_default();
-        class.calls += calls;
-        class.bytes += bytes;
-        class.total_ns += total_ns;
-        for (sum, count) in class.buckets.iter_mut().zip(buckets) {
-            *sum += count;
-        }
+        window
     }
 
-    /// True if nothing was seen.
-    pub fn is_empty(&self) -> bool {
-        self.classes.is_empty()
+    fn add(&mut self, key: &CopyKey, stat: &Stat) {
+        let memory = MemoryKind::from_raw(key.memory);
+        if matches!(memory, MemoryKind::Pageable | MemoryKind::Unknown) && stat.count() > 0 {
+            let direction = Direction::from_raw(key.direction);
+            self.classes
+                .entry((direction, key.size_class))
+                .or_default()
+                .merge(stat);
+        }
     }
 }
 
@@ -129,7 +77,7 @@ pub struct Row {
 /// The comparison of two windows.
 #[derive(Clone, Debug)]
 pub struct Comparison {
-    rows: Vec<(Row, ClassStat, ClassStat)>,
+    rows: Vec<(Row, Stat, Stat)>,
 }
 
 impl Comparison {
@@ -146,18 +94,18 @@ impl Comparison {
             .iter()
             .map(|key| {
                 let (before, after) = (class(before, key), class(after, key));
-                let (gbps_before, gbps_after) = (before.gbps(), after.gbps());
+                let (gbps_before, gbps_after) = (before.gb_per_s(), after.gb_per_s());
                 let row = Row {
                     direction: key.0.name(),
                     size_class_bytes: size_class_bytes(key.1),
-                    calls_before: before.calls,
-                    calls_after: after.calls,
-                    p50_before_ns: before.quantile_ns(0.5),
-                    p50_after_ns: after.quantile_ns(0.5),
-                    p90_before_ns: before.quantile_ns(0.9),
-                    p90_after_ns: after.quantile_ns(0.9),
-                    p99_before_ns: before.quantile_ns(0.99),
-                    p99_after_ns: after.quantile_ns(0.99),
+                    calls_before: before.count(),
+                    calls_after: after.count(),
+                    p50_before_ns: before.quantile(0.5),
+                    p50_after_ns: after.quantile(0.5),
+                    p90_before_ns: before.quantile(0.9),
+                    p90_after_ns: after.quantile(0.9),
+                    p99_before_ns: before.quantile(0.99),
+                    p99_after_ns: after.quantile(0.99),
                     gbps_before,
                     gbps_after,
                     speedup: gbps_before
@@ -241,27 +189,33 @@ fn optional(value: Option<f64>, show: impl Fn(f64) -> String) -> String {
 }
 
 /// Two histograms with common rows, two buckets wide each.
-fn side_by_side(title: &str, before: &ClassStat, after: &ClassStat) -> String {
+fn side_by_side(title: &str, before: &Stat, after: &Stat) -> String {
     const BAR: usize = 22;
     /// Buckets of the kernel's histogram in one row.
     const WIDTH: usize = 2;
     const MOST_ROWS: usize = 24;
-    let used: Vec<usize> = (0..BUCKETS)
-        .filter(|&i| before.buckets[i] + after.buckets[i] > 0)
-        .collect();
-    let (Some(&first), Some(&last)) = (used.first(), used.last()) else {
+    let counts = |stat: &Stat| -> Vec<u64> {
+        let mut counts = vec![0; BUCKETS];
+        for (lo, _, count) in stat.histogram() {
+            counts[bucket_of(lo)] = count;
+        }
+        counts
+    };
+    let (before, after) = (counts(before), counts(after));
+    let used = |&index: &usize| before[index] + after[index] > 0;
+    let (Some(first), Some(last)) = ((0..BUCKETS).find(used), (0..BUCKETS).rev().find(used)) else {
         return String::new();
     };
     let mut width = WIDTH;
     while (last / width) - (first / width) >= MOST_ROWS {
         width *= 2;
     }
-    let grouped = |stat: &ClassStat| -> Vec<u64> {
+    let grouped = |counts: &[u64]| -> Vec<u64> {
         (first / width..=last / width)
-            .map(|row| stat.buckets.iter().skip(row * width).take(width).sum())
+            .map(|row| counts.iter().skip(row * width).take(width).sum())
             .collect()
     };
-    let (left, right) = (grouped(before), grouped(after));
+    let (left, right) = (grouped(&before), grouped(&after));
     let mut out = format!("{title:<22}{:<29}{}\n", "before", "after");
     let bar = |count: u64, all: &[u64]| {
         let most = all.iter().copied().max().unwrap_or(0).max(1);
@@ -318,12 +272,12 @@ pub fn bytes(size: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cmt_common::histogram::{bucket_of, size_class_of};
+    use cmt_common::histogram::size_class_of;
 
     fn window(direction: Direction, memory: MemoryKind, size: u64, latencies: &[u64]) -> Window {
-        let mut buckets = vec![0; BUCKETS];
+        let mut stat = Stat::default();
         for &ns in latencies {
-            buckets[bucket_of(ns)] += 1;
+            stat.record(size, ns);
         }
         let key = CopyKey {
             pid: 1,
@@ -333,9 +287,8 @@ mod tests {
             size_class: size_class_of(size),
             _pad: [0; 7],
         };
-        let calls = latencies.len() as u64;
         let mut window = Window::default();
-        window.add(&key, calls, calls * size, latencies.iter().sum(), &buckets);
+        window.add(&key, &stat);
         window
     }
 
@@ -378,17 +331,19 @@ mod tests {
 
     #[test]
     fn pinned_copies_are_not_compared() {
-        assert!(window(Direction::HtoD, MemoryKind::Pinned, 4096, &[5_000]).is_empty());
+        let pinned = window(Direction::HtoD, MemoryKind::Pinned, 4096, &[5_000]);
+        assert_eq!(Comparison::new(&pinned, &pinned).rows().count(), 0);
     }
 
     #[test]
-    fn quantiles_come_from_the_right_bucket() {
-        let latencies: Vec<u64> = (1..=100).map(|i| i * 1000).collect();
-        let window = window(Direction::HtoD, MemoryKind::Pageable, 4096, &latencies);
-        let class = window.classes.values().next().expect("one class");
-        for (share, exact) in [(0.5, 50_000.0), (0.9, 90_000.0), (0.99, 99_000.0)] {
-            let found = class.quantile_ns(share).expect("there are calls") as f64;
-            assert!((found / exact - 1.0).abs() < 0.13, "{share}: {found}");
-        }
+    fn wide_histograms_stay_within_the_page() {
+        let latencies: Vec<u64> = (0..40).map(|octave| 1 << octave).collect();
+        let before = window(Direction::HtoD, MemoryKind::Pageable, 4096, &latencies);
+        let text = Comparison::new(&before, &before).text();
+        assert!(text.lines().count() < 40, "{text}");
+        assert!(
+            text.lines().all(|line| line.chars().count() <= 80),
+            "{text}"
+        );
     }
 }

@@ -1,21 +1,209 @@
-//! `cmt attach`.
+//! `cmt attach`: traces a process, swaps its copier, traces it again, and shows both.
 
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
 use cmt_common::control::Plan;
+use serde::Serialize;
 
-use crate::injector;
+use crate::compare::{Comparison, Row, Window};
+use crate::cpus::Cpus;
+use crate::injector::{self, Attached};
+use crate::profile;
 use crate::target::Target;
+use crate::trace::report::Report;
+use crate::trace::{Snapshot, Targets, Tracer, duration};
+use crate::{html, wait};
 
-/// Swap the copier of a live process
+/// Swap the copier of a live process, and compare its copies before and after
 #[derive(clap::Args)]
 pub struct Args {
     /// Process to attach to
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     pid: u32,
+    /// How long to trace before attaching (500ms, 10s, 1m; 0s: not at all)
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = duration::parse)]
+    before: Duration,
+    /// How long to trace afterwards
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = duration::parse)]
+    after: Duration,
+    /// Copy by the plan in this file instead of the estimate for this machine
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+    /// Detach again at the end
+    #[arg(long)]
+    revert: bool,
+    /// Print one JSON object (cmt/attach/1)
+    #[arg(long)]
+    json: bool,
+    /// Write the comparison as a page of HTML
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
 }
 
-/// Attaches.
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Object<'a> {
+    schema: &'static str,
+    pid: u32,
+    engine: &'a str,
+    patched: &'a [&'static str],
+    refused: Vec<Refused<'a>>,
+    attach_ms: f64,
+    hijack_us: u64,
+    commit_pause_us: u64,
+    commit_threads: usize,
+    before: Report,
+    after: Report,
+    compare: Vec<&'a Row>,
+    kept: bool,
+}
+
+#[derive(Serialize)]
+struct Refused<'a> {
+    function: &'a str,
+    reason: &'a str,
+}
+
+/// Attaches. The target keeps the new copier unless `--revert` is given; Ctrl-C before the attach leaves it as it was,
+/// Ctrl-C afterwards ends the second window early.
 pub fn run(args: Args) -> anyhow::Result<()> {
+    let plan = args.profile.as_deref().map(profile::read).transpose()?;
+    // Refusals come before any time is spent tracing.
     let mut target = Target::open(args.pid)?;
-    let done = injector::attach(&mut target, &Plan::NONE, 0)?;
-    println!("{done:?}");
+    target.cuda()?;
+    injector::check_attachable(&target)?;
+    let threads = Cpus::of(args.pid)
+        .context("reading the target's CPU limits")?
+        .threads();
+    let plan = plan.unwrap_or_else(|| cmt_copy::plan::estimate(threads, 0));
+
+    let tracing = !(args.before.is_zero() && args.after.is_zero());
+    let tracer = tracing
+        .then(|| Tracer::start(Targets::Pids(vec![args.pid])))
+        .transpose()?;
+    let before = window(tracer.as_ref(), "before", args.before)?;
+    if before.interrupted {
+        bail!(
+            "interrupted before anything was changed; process {} runs on as it was",
+            args.pid
+        );
+    }
+    let attached = attach(&mut target, &plan, threads, tracer.as_ref())?;
+    let after = window(tracer.as_ref(), "after", args.after)?;
+    if args.revert {
+        injector::detach(&mut target)?;
+    }
+    let pair_ns = tracer.as_ref().and_then(Tracer::pair_ns);
+    drop(tracer);
+
+    let comparison = Comparison::new(&Window::new(&before.seen), &Window::new(&after.seen));
+    if let Some(path) = &args.html {
+        std::fs::write(path, html::page(&target, &attached, &comparison))
+            .with_context(|| format!("writing {}", path.display()))?;
+    }
+    if args.json {
+        let object = Object {
+            schema: "cmt/attach/1",
+            pid: args.pid,
+            engine: &attached.engine,
+            patched: &attached.patched,
+            refused: attached
+                .refused
+                .iter()
+                .map(|(function, reason)| Refused { function, reason })
+                .collect(),
+            attach_ms: attached.took.as_secs_f64() * 1e3,
+            hijack_us: attached.held.as_micros() as u64,
+            commit_pause_us: attached.commit.pause.as_micros() as u64,
+            commit_threads: attached.commit.threads,
+            before: Report::new(&before.seen, pair_ns),
+            after: Report::new(&after.seen, pair_ns),
+            compare: comparison.rows().collect(),
+            kept: !args.revert,
+        };
+        println!("{}", serde_json::to_string(&object)?);
+    } else {
+        print_text(&args, &target, &attached, &comparison, tracing);
+    }
     Ok(())
+}
+
+/// One window of time: what was seen in it, and whether Ctrl-C ended it.
+struct Seen {
+    seen: Snapshot,
+    interrupted: bool,
+}
+
+fn window(tracer: Option<&Tracer>, name: &str, length: Duration) -> anyhow::Result<Seen> {
+    let Some(tracer) = tracer else {
+        return Ok(Seen {
+            seen: Snapshot::empty(),
+            interrupted: false,
+        });
+    };
+    let start = tracer.snapshot()?;
+    let interrupted = wait::with_progress(name, length, || tracer.ended())?;
+    Ok(Seen {
+        seen: tracer.snapshot()?.since(&start),
+        interrupted,
+    })
+}
+
+/// Attaches, and says what the target is doing if that fails because it has gone.
+fn attach(
+    target: &mut Target,
+    plan: &Plan,
+    threads: u32,
+    tracer: Option<&Tracer>,
+) -> anyhow::Result<Attached> {
+    let started = Instant::now();
+    if tracer.is_some_and(Tracer::ended) {
+        bail!(
+            "process {} ended before it could be attached to",
+            target.pid
+        );
+    }
+    let attached = injector::attach(target, plan, threads)?;
+    log::debug!("attached in {:?}: {attached:?}", started.elapsed());
+    Ok(attached)
+}
+
+fn print_text(
+    args: &Args,
+    target: &Target,
+    attached: &Attached,
+    comparison: &Comparison,
+    tracing: bool,
+) {
+    println!(
+        "attached to {} ({}): {} functions patched in {:.0} ms, {} threads stopped for {:.1} ms",
+        target.pid,
+        target.comm,
+        attached.patched.len(),
+        attached.took.as_secs_f64() * 1e3,
+        attached.commit.threads,
+        attached.commit.pause.as_secs_f64() * 1e3,
+    );
+    for (function, reason) in &attached.refused {
+        println!("not patched: {function}: {reason}");
+    }
+    println!();
+    if comparison.rows().next().is_some() {
+        print!("{}", comparison.text());
+    } else if tracing {
+        println!(
+            "no copy with pageable memory was seen; `cmt trace {}` shows what there is",
+            target.pid
+        );
+    }
+    if args.revert {
+        println!("\nreverted: process {} copies as it did before", target.pid);
+    } else {
+        println!(
+            "\nThe new copier stays. Take it out with: cmt detach {}",
+            target.pid
+        );
+    }
 }

@@ -217,6 +217,19 @@ pub fn find_control(target: &Target) -> Result<Option<ControlMap>, InjectError> 
     Ok(None)
 }
 
+/// Refuses what cannot be attached to for what an earlier attach left in it. Changes nothing.
+pub fn check_attachable(target: &Target) -> Result<(), InjectError> {
+    let Some(control) = find_control(target)? else {
+        return Ok(());
+    };
+    check_owner(target, &control)?;
+    let enabled = control.state.load(Ordering::Acquire) == state::ENABLED;
+    if enabled && has_control_thread(target, &control) {
+        return Err(InjectError::AlreadyAttached { pid: target.pid });
+    }
+    Ok(())
+}
+
 /// Attaches: loads the payload, patches all functions that can be patched, and starts staging by `plan`.
 ///
 /// `max_threads` bounds the threads that move bytes; 0 leaves it to the payload. On any error the target's copies are as
@@ -233,13 +246,8 @@ pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Atta
             (cave.0, Some(cave.1), held)
         }
         Some(control) => {
-            check_owner(target, &control)?;
-            let alive = has_control_thread(target, &control);
-            let now = control.state.load(Ordering::Acquire);
-            if alive && now == state::ENABLED {
-                return Err(InjectError::AlreadyAttached { pid });
-            }
-            if alive {
+            check_attachable(target)?;
+            if has_control_thread(target, &control) {
                 (control, None, Duration::ZERO) // An earlier cmt died on its way; go on from there.
             } else {
                 let (cave, held) = restart(target, &libc, &control)?;

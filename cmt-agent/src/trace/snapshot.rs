@@ -40,6 +40,19 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
+    /// What a trace that never ran has seen.
+    pub fn empty() -> Self {
+        Self {
+            at: Instant::now(),
+            duration: Duration::ZERO,
+            rows: BTreeMap::new(),
+            lost: [0; LOST_REASONS],
+            probe_pairs: 0,
+            processes: BTreeMap::new(),
+            warnings: Vec::new(),
+        }
+    }
+
     /// What was counted after `earlier`, an older snapshot of the same trace. Classes without a call are left out.
     pub fn since(&self, earlier: &Self) -> Self {
         let rows = self
