@@ -1,1 +1,210 @@
-//! A multithreaded staging copier.
+//! A multithreaded staging copier between pageable host memory and a GPU.
+//!
+//! It runs inside foreign processes: it never prints, never panics out, never blocks longer than the stock copy, and
+//! hands whatever is unclear to the original function. It knows the CUDA driver only as a table of function pointers
+//! ([`Driver`]) and knows nothing of hooks.
+//!
+//! A copy is cut into *slots*, the unit of DMA, and *slices*, the unit of CPU work. The calling thread makes all CUDA
+//! calls; helper threads only move bytes between the application's memory and a pinned ring.
+#![expect(unsafe_code, reason = "the caller vouches for the copy's addresses")]
+
+mod classify;
+mod driver;
+mod lane;
+mod layout;
+mod pinned;
+pub mod plan;
+mod protocol;
+mod staging;
+mod store;
+mod workers;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use cmt_common::api::{COPY_FNS, CopyFn, Direction, DirectionFrom, HOOKED};
+pub use cmt_common::control::{PassReason, Plan, PlanRow};
+
+pub use crate::driver::{Driver, DriverError};
+use crate::lane::{Lanes, Wanted};
+use crate::plan::{PlanCell, THREADS_MAX};
+use crate::staging::Copy;
+
+/// How long [`Engine::shutdown`] waits for streams that still read from pinned memory.
+const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(2);
+
+/// One call of a hooked copy function.
+#[derive(Clone, Copy, Debug)]
+pub struct Request {
+    /// Position of the function in `COPY_FNS`, below `HOOKED`: says direction, flavour and whether it is asynchronous.
+    pub function: usize,
+    /// Destination address.
+    pub dst: u64,
+    /// Source address.
+    pub src: u64,
+    /// Length in bytes.
+    pub bytes: usize,
+    /// `CUstream` argument; 0 for synchronous functions.
+    pub stream: usize,
+}
+
+/// What became of a [`Request`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The copy was made, or failed, with this `CUresult`; the hooked function returns it.
+    Staged(i32),
+    /// Nothing was done; the original function must be called.
+    Pass(PassReason),
+}
+
+/// The copy engine. Starts no thread and pins no memory before the first copy that it stages.
+///
+/// Nothing happens when it is dropped: whoever wants its memory back calls [`Engine::shutdown`].
+pub struct Engine {
+    driver: Driver,
+    plan: PlanCell,
+    lanes: Arc<Lanes>,
+    stopped: AtomicBool,
+}
+
+impl Engine {
+    /// An engine on `driver` that follows `plan` with at most `max_threads` threads, callers included; 0 leaves that
+    /// number to the process's CPU affinity and its cgroup's CPU quota.
+    pub fn new(driver: Driver, plan: Plan, max_threads: u32) -> Self {
+        let threads = match max_threads {
+            0 => workers::available_cpus(),
+            given => given,
+        };
+        let threads = threads.clamp(1, THREADS_MAX);
+        Self {
+            driver,
+            plan: PlanCell::new(&plan, threads),
+            lanes: Arc::new(Lanes::new(threads - 1)),
+            stopped: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether a call could be staged by its size. Costs a few nanoseconds; false means that [`Engine::copy`] would pass.
+    #[inline]
+    pub fn wants(&self, function: usize, bytes: usize) -> bool {
+        let Some(function) = hooked(function) else {
+            return false;
+        };
+        bytes as u64 >= self.cut_over(direction(function))
+    }
+
+    fn cut_over(&self, direction: Direction) -> u64 {
+        match direction {
+            Direction::HtoD => self.plan.cut_over(false),
+            Direction::DtoH => self.plan.cut_over(true),
+            _ => self.plan.cut_over(false).min(self.plan.cut_over(true)),
+        }
+    }
+
+    /// Makes the copy, or does nothing and says why.
+    ///
+    /// # Safety
+    /// The arguments must be those of a call that the application made to that CUDA function on this thread, under the
+    /// contract that the function has.
+    pub unsafe fn copy(&self, request: &Request) -> Outcome {
+        if !self.wants(request.function, request.bytes) {
+            return Outcome::Pass(PassReason::BelowCutOver);
+        }
+        match self.prepare(request) {
+            // SAFETY: the caller's promise: source readable, destination writable, by the function's contract.
+            Ok((copy, true)) => unsafe { copy.dtoh() },
+            // SAFETY: as above.
+            Ok((copy, false)) => unsafe { copy.htod() },
+            Err(reason) => Outcome::Pass(reason),
+        }
+    }
+
+    /// Everything that may end in a [`Outcome::Pass`]: the copy, and whether it goes to the host.
+    fn prepare(&self, request: &Request) -> Result<(Copy<'_>, bool), PassReason> {
+        if self.stopped.load(Ordering::Relaxed) {
+            return Err(PassReason::Disabled);
+        }
+        let function = hooked(request.function).ok_or(PassReason::Unsupported)?;
+        let bytes = request.bytes as u64;
+        let context = self
+            .driver
+            .current_context()
+            .ok_or(PassReason::NotHostToDevice)?;
+        let stream = self
+            .driver
+            .stream(function.flavour, request.stream)
+            .ok_or(PassReason::Unsupported)?;
+        if stream.may_be_capturing() {
+            return Err(PassReason::Capturing);
+        }
+        let direction = direction(function);
+        let sides = classify::sides(&self.driver, direction, request.dst, request.src, bytes)?;
+        let row = self
+            .plan
+            .row(sides.to_host, bytes)
+            .ok_or(PassReason::BelowCutOver)?;
+        let is_async = function.stream.is_some();
+        let must_not_wait = is_async && !sides.to_host && bytes < staging::STOCK_WAITS_FROM_BYTES;
+        let wanted = Wanted {
+            context,
+            stream_id: stream.id(),
+            ring_bytes: row.ring,
+            without_waiting: must_not_wait.then_some(bytes),
+        };
+        let held = self.lanes.take(&self.driver, &wanted)?;
+        self.lanes.crew.ensure(&self.lanes, row.threads - 1);
+        let row = row.within(held.pinned.bytes() as u64);
+        let copy = Copy {
+            driver: &self.driver,
+            lanes: &self.lanes,
+            _running: self.lanes.crew.copy_begins(),
+            held,
+            stream,
+            host: sides.host,
+            device: sides.device,
+            bytes,
+            row,
+            is_async,
+        };
+        Ok((copy, sides.to_host))
+    }
+
+    /// Follows `plan` from the next copy on. Copies that run go on with the row they have.
+    pub fn set_plan(&self, plan: Plan) {
+        self.plan.replace(&plan);
+    }
+
+    /// Ends the helpers and gives all pinned memory back. Every copy must have returned; copies asked for afterwards pass.
+    ///
+    /// Waits up to 2 s for streams that still read from pinned memory; what is in flight then is leaked, not freed.
+    pub fn shutdown(&self) {
+        if !self.stopped.swap(true, Ordering::AcqRel) {
+            self.lanes.crew.stop();
+            self.lanes.free_all(&self.driver, SHUTDOWN_PATIENCE);
+        }
+    }
+
+    /// Pinned bytes held now.
+    pub fn pinned_bytes(&self) -> u64 {
+        self.lanes.pinned_bytes()
+    }
+
+    /// Helper threads that live now.
+    pub fn helpers(&self) -> u32 {
+        self.lanes.crew.live()
+    }
+}
+
+/// The hooked function at a position of `COPY_FNS`.
+fn hooked(function: usize) -> Option<&'static CopyFn> {
+    COPY_FNS.get(..HOOKED)?.get(function)
+}
+
+/// The direction that a hooked function's name says; [`Direction::Unknown`] if its addresses decide.
+fn direction(function: &CopyFn) -> Direction {
+    match function.direction {
+        DirectionFrom::Fixed(direction) => direction,
+        _ => Direction::Unknown,
+    }
+}

@@ -1,0 +1,83 @@
+//! Which copies may be staged: between plain pageable host memory and plain memory of the current device, in range.
+//!
+//! Whatever is unclear goes to the original function, so that its errors stay its own.
+
+use cmt_common::api::Direction;
+use cmt_common::control::PassReason;
+
+use crate::driver::{Driver, PointerFacts};
+
+/// CU_MEMORYTYPE_DEVICE; 0 stands for memory that the driver does not know.
+const MEMORY_DEVICE: u32 = 2;
+
+/// The two sides of a copy that may be staged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sides {
+    pub host: u64,
+    pub device: u64,
+    /// True for DtoH.
+    pub to_host: bool,
+}
+
+/// The sides of a copy of `bytes` bytes, whose direction is that of its function or decided by its addresses.
+pub(crate) fn sides(
+    driver: &Driver,
+    direction: Direction,
+    dst: u64,
+    src: u64,
+    bytes: u64,
+) -> Result<Sides, PassReason> {
+    let to_host = match direction {
+        Direction::HtoD => false,
+        Direction::DtoH => true,
+        _ => memory_type(driver, src)? == MEMORY_DEVICE,
+    };
+    let (host, device) = if to_host { (dst, src) } else { (src, dst) };
+    check_pageable(driver, host, bytes)?;
+    check_device(driver, device, bytes)?;
+    Ok(Sides {
+        host,
+        device,
+        to_host,
+    })
+}
+
+fn memory_type(driver: &Driver, address: u64) -> Result<u32, PassReason> {
+    driver
+        .memory_type(address)
+        .map_err(|_| PassReason::Unsupported)
+}
+
+/// The driver must know neither end of the host range: a registration that begins or ends inside is for stock to judge.
+fn check_pageable(driver: &Driver, host: u64, bytes: u64) -> Result<(), PassReason> {
+    let last = host.checked_add(bytes - 1).ok_or(PassReason::OutOfRange)?;
+    if host == 0 {
+        return Err(PassReason::OutOfRange);
+    }
+    if memory_type(driver, host)? != 0 || memory_type(driver, last)? != 0 {
+        return Err(PassReason::NotPageable);
+    }
+    Ok(())
+}
+
+/// The device range must lie within one allocation of the current device that is not managed.
+fn check_device(driver: &Driver, device: u64, bytes: u64) -> Result<(), PassReason> {
+    let PointerFacts {
+        memory_type,
+        managed,
+        device: ordinal,
+        range_start,
+        range_bytes,
+    } = driver
+        .pointer_facts(device)
+        .map_err(|_| PassReason::NotHostToDevice)?;
+    if memory_type != MEMORY_DEVICE || managed || driver.current_device() != Some(ordinal) {
+        return Err(PassReason::NotHostToDevice);
+    }
+    let end = device.checked_add(bytes);
+    let range_end = range_start.checked_add(range_bytes);
+    match (end, range_end) {
+        (Some(end), Some(range_end)) if device >= range_start && end <= range_end => Ok(()),
+        _ => Err(PassReason::OutOfRange),
+    }
+}

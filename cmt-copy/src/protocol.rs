@@ -1,0 +1,219 @@
+//! How one caller and any number of helpers share the slices of a copy. Knows nothing of CUDA.
+//!
+//! Each lane has a [`Board`]. Slices carry *tickets*, numbers that only grow over the life of the board, so a stale
+//! number never fits a later copy:
+//!
+//! - the owner of the lane writes the task while no ticket is on offer, then raises `limit`: slices below it are ready;
+//! - anyone takes the ticket `next` by compare-and-swap while it is below `limit`, and only then reads the task. The
+//!   task stays as it is until every ticket taken has been marked done;
+//! - whoever took a ticket moves the slice and marks it; the owner sees the marks and sends or reuses what they cover.
+//!
+//! `limit` is stored with release after the data of its slices are in place (for DtoH: after the DMA that brought them
+//! was seen to be complete), and loaded with acquire by those who take tickets. Marks are stored with release after the
+//! bytes are moved and loaded with acquire by the owner. Nobody waits while holding a ticket.
+#![expect(
+    unsafe_code,
+    reason = "the task is shared without a lock and names raw memory"
+)]
+
+use std::cell::UnsafeCell;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use crate::plan::{RING_MAX_BYTES, SLICE_MIN_BYTES};
+use crate::store::Store;
+
+/// Most slices of one copy that can be on offer and not yet seen to be done: those that fit in the largest ring.
+pub(crate) const MARKS: usize = (RING_MAX_BYTES / SLICE_MIN_BYTES) as usize;
+
+/// Keeps what different threads write on different cache lines (two, since they are fetched in pairs).
+#[repr(align(128))]
+pub(crate) struct Line<T>(pub T);
+
+/// What the slices of a copy are.
+#[derive(Clone, Copy)]
+pub(crate) struct Task {
+    /// First byte of the application's memory.
+    pub host: *mut u8,
+    pub bytes: usize,
+    /// First byte of the ring.
+    pub ring: *mut u8,
+    pub ring_bytes: usize,
+    /// Where slice 0 lies in the ring; a multiple of `slice_bytes`, which divides `ring_bytes`.
+    pub ring_start: usize,
+    pub slice_bytes: usize,
+    /// True for HtoD: bytes go from the application into the ring.
+    pub into_ring: bool,
+    pub store: Store,
+}
+
+impl Task {
+    /// A task without bytes.
+    const NONE: Self = Self {
+        host: core::ptr::null_mut(),
+        bytes: 0,
+        ring: core::ptr::null_mut(),
+        ring_bytes: 1,
+        ring_start: 0,
+        slice_bytes: 1,
+        into_ring: true,
+        store: Store::Ordinary,
+    };
+
+    /// Moves one slice.
+    ///
+    /// # Safety
+    /// Application memory and ring must be valid for what the task says, and no other thread may touch the slice.
+    unsafe fn move_slice(&self, index: usize) {
+        let offset = index * self.slice_bytes;
+        let bytes = self.slice_bytes.min(self.bytes.saturating_sub(offset));
+        let place = (self.ring_start + offset) % self.ring_bytes;
+        // SAFETY: `offset + bytes` stays within the copy; the ring is a whole number of slices, so the place has room for
+        // one. Application memory and pinned ring are different mappings.
+        unsafe {
+            let (host, ring) = (self.host.add(offset), self.ring.add(place));
+            if self.into_ring {
+                self.store.copy(ring, host, bytes);
+            } else {
+                self.store.copy(host, ring, bytes);
+            }
+        }
+    }
+}
+
+/// The slices of one lane.
+pub(crate) struct Board {
+    /// The next ticket to be taken, and the helpers that are at work here.
+    next: Line<(AtomicU64, AtomicU32)>,
+    /// The first ticket that is not ready; the task's first ticket; the helpers that it wants.
+    limit: Line<(AtomicU64, AtomicU64, AtomicU32)>,
+    task: UnsafeCell<Task>,
+    /// Ticket `t` has been done when mark `t % MARKS` holds `t + 1`.
+    marks: Box<[AtomicU64]>,
+}
+
+// SAFETY: the task is written only by the lane's owner while no ticket is on offer, and read only by holders of tickets
+// (see the module's documentation); the raw pointers in it are valid in every thread by the contract of `open`.
+unsafe impl Sync for Board {}
+// SAFETY: as above; nothing belongs to the thread that made the board.
+unsafe impl Send for Board {}
+
+impl Board {
+    pub(crate) fn new() -> Self {
+        Self {
+            next: Line((AtomicU64::new(0), AtomicU32::new(0))),
+            limit: Line((AtomicU64::new(0), AtomicU64::new(0), AtomicU32::new(0))),
+            task: UnsafeCell::new(Task::NONE),
+            marks: (0..MARKS).map(|_| AtomicU64::new(0)).collect(),
+        }
+    }
+
+    /// Owner: starts a copy, with nothing on offer yet, for at most `helpers` helpers at a time.
+    ///
+    /// # Safety
+    /// Only the lane's owner may call it, when every ticket of the last copy has been done or withdrawn. The task's
+    /// memory must stay valid until the same holds for this copy, and slices on offer must not be touched otherwise.
+    pub(crate) unsafe fn open(&self, task: Task, helpers: u32) {
+        let (limit, base, wanted) = &self.limit.0;
+        base.store(limit.load(Ordering::Relaxed), Ordering::Relaxed);
+        wanted.store(helpers, Ordering::Relaxed);
+        // SAFETY: nobody holds a ticket and none is on offer (the caller's promise), so nobody reads the task.
+        unsafe { *self.task.get() = task };
+    }
+
+    fn base(&self) -> u64 {
+        self.limit.0.1.load(Ordering::Relaxed)
+    }
+
+    /// Owner: slices below `slices` are ready now. Never goes back within a copy.
+    pub(crate) fn offer(&self, slices: u64) {
+        self.limit
+            .0
+            .0
+            .store(self.base() + slices, Ordering::Release);
+    }
+
+    /// Anyone: whether a slice could be taken.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.next.0.0.load(Ordering::Relaxed) < self.limit.0.0.load(Ordering::Relaxed)
+    }
+
+    /// Helper: whether this copy wants one more helper; if so, [`Board::leave`] must follow.
+    pub(crate) fn join(&self) -> bool {
+        let (wanted, helping) = (&self.limit.0.2, &self.next.0.1);
+        if helping.fetch_add(1, Ordering::Relaxed) < wanted.load(Ordering::Relaxed) {
+            return true;
+        }
+        self.leave();
+        false
+    }
+
+    /// Helper: is no longer at work here.
+    pub(crate) fn leave(&self) {
+        self.next.0.1.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Anyone: takes a slice that is ready and moves it; false if there is none.
+    pub(crate) fn work(&self) -> bool {
+        let next = &self.next.0.0;
+        let mut ticket = next.load(Ordering::Relaxed);
+        loop {
+            // Acquire: the task, and for DtoH the slice's bytes, were in place before the limit passed this ticket.
+            if ticket >= self.limit.0.0.load(Ordering::Acquire) {
+                return false;
+            }
+            match next.compare_exchange_weak(
+                ticket,
+                ticket + 1,
+                Ordering::Relaxed,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => break,
+                Err(current) => ticket = current,
+            }
+        }
+        // SAFETY: this thread holds a ticket, so the owner keeps the task and its memory as they are, and no other thread
+        // has the same slice.
+        unsafe {
+            let task = *self.task.get();
+            task.move_slice((ticket - self.base()) as usize);
+        }
+        if let Some(mark) = self.mark(ticket) {
+            mark.store(ticket + 1, Ordering::Release);
+        }
+        true
+    }
+
+    fn mark(&self, ticket: u64) -> Option<&AtomicU64> {
+        self.marks.get(ticket as usize % MARKS)
+    }
+
+    /// Owner: whether slice `index` has been moved.
+    pub(crate) fn is_done(&self, index: u64) -> bool {
+        let ticket = self.base() + index;
+        self.mark(ticket)
+            .is_some_and(|mark| mark.load(Ordering::Acquire) == ticket + 1)
+    }
+
+    /// Owner: takes back what is on offer and not taken, and waits for what is taken. The copy can then be left as it
+    /// stands: nobody touches its memory any more.
+    ///
+    /// `done` is the number of slices that the owner has already seen done, without a gap.
+    pub(crate) fn withdraw(&self, done: u64) {
+        let next = &self.next.0.0;
+        let limit = self.limit.0.0.load(Ordering::Relaxed);
+        let taken = loop {
+            let ticket = next.load(Ordering::Relaxed);
+            if next
+                .compare_exchange(ticket, limit, Ordering::Relaxed, Ordering::Relaxed)
+                .is_ok()
+            {
+                break ticket - self.base();
+            }
+        };
+        for index in done..taken {
+            while !self.is_done(index) {
+                std::thread::yield_now();
+            }
+        }
+    }
+}

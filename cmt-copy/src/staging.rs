@@ -1,0 +1,362 @@
+//! The two staged copies: HtoD fills slots and sends them, DtoH has slots filled and copies them out.
+//!
+//! The calling thread makes every CUDA call here. Between calls it moves slices like a helper, and where there is
+//! nothing to move it polls the completion word without entering the driver.
+#![expect(
+    unsafe_code,
+    reason = "hands the application's addresses to helpers and to the driver"
+)]
+
+use std::time::{Duration, Instant};
+
+use cmt_common::control::PassReason;
+
+use crate::Outcome;
+use crate::driver::{Code, Driver, Stream, code};
+use crate::lane::{Held, Lanes};
+use crate::layout::Slots;
+use crate::plan::Row;
+use crate::protocol::{Board, Task};
+use crate::workers::CopyRuns;
+
+/// The stream is asked for an error when the completion word has not come for so long.
+const QUERY_EVERY: Duration = Duration::from_millis(10);
+/// After so long without progress the caller lets other threads run.
+const YIELD_AFTER: Duration = Duration::from_micros(100);
+/// An asynchronous HtoD that finds no room in the ring and sees no progress for so long, and for as long as stock itself
+/// would take to stage it at 16 bytes a nanosecond, hands the rest to stock.
+const STALLED_AFTER: Duration = Duration::from_micros(100);
+const STOCK_BYTES_A_NANOSECOND: u64 = 16;
+/// Stock waits for a busy stream when an asynchronous HtoD from pageable memory is this long (driver 580).
+pub(crate) const STOCK_WAITS_FROM_BYTES: u64 = 64 << 20;
+/// Shorter copies are over before a sleeping helper is awake.
+const WAKE_FROM_BYTES: u64 = 128 << 10;
+
+/// One copy, ready to be staged.
+pub(crate) struct Copy<'a> {
+    pub driver: &'a Driver,
+    pub lanes: &'a Lanes,
+    pub _running: CopyRuns<'a>,
+    pub held: Held<'a>,
+    pub stream: Stream<'a>,
+    pub host: u64,
+    pub device: u64,
+    pub bytes: u64,
+    /// Fits into the ring of `held`.
+    pub row: Row,
+    pub is_async: bool,
+}
+
+/// Waiting for the stream or for a helper.
+#[derive(Default)]
+struct Patience {
+    polls: u32,
+    since: Option<Instant>,
+    queried: Duration,
+}
+
+impl Patience {
+    /// Something happened: the next wait starts anew.
+    fn reset(&mut self) {
+        *self = Self::default();
+    }
+
+    /// One short pause. Returns how long there has been no progress, zero at first.
+    fn pause(&mut self) -> Duration {
+        core::hint::spin_loop();
+        self.polls = self.polls.wrapping_add(1);
+        if !self.polls.is_multiple_of(16) {
+            return Duration::ZERO;
+        }
+        let waited = self.since.get_or_insert_with(Instant::now).elapsed();
+        if waited > YIELD_AFTER {
+            std::thread::yield_now();
+        }
+        waited
+    }
+
+    /// Every [`QUERY_EVERY`]: learns of an error, or that the stream is idle whatever the completion word says.
+    fn query(
+        &mut self,
+        waited: Duration,
+        stream: Stream<'_>,
+        held: &mut Held<'_>,
+    ) -> Result<(), Code> {
+        if waited < self.queried + QUERY_EVERY {
+            return Ok(());
+        }
+        self.queried = waited;
+        match stream.query() {
+            code::NOT_READY => {}
+            code::SUCCESS => held.complete_all(),
+            error => return Err(error),
+        }
+        Ok(())
+    }
+}
+
+/// How a staged HtoD left its loop.
+enum Sent {
+    /// Every slot is on its way.
+    All,
+    /// The stream is stuck; so many bytes are on their way.
+    Stalled(u64),
+}
+
+impl Copy<'_> {
+    /// Host to device.
+    ///
+    /// # Safety
+    /// The application's contract with CUDA: `host` is readable for `bytes` bytes until this returns, `device` is a range
+    /// that it may write on this stream.
+    pub(crate) unsafe fn htod(mut self) -> Outcome {
+        let board = self.held.board();
+        let mut done = 0;
+        // SAFETY: the caller's promise; `open` gets the lane that this copy holds.
+        let result = unsafe { self.send(board, &mut done) };
+        match result {
+            Ok(Sent::All) if self.is_async => Outcome::Staged(code::SUCCESS),
+            Ok(Sent::All) => match self.wait_until_quiet() {
+                Ok(()) => Outcome::Staged(code::SUCCESS),
+                Err(error) => {
+                    self.held.abandon();
+                    Outcome::Staged(error)
+                }
+            },
+            Ok(Sent::Stalled(sent)) => {
+                board.withdraw(done);
+                self.held.note_stall();
+                if sent == 0 {
+                    return Outcome::Pass(PassReason::Busy);
+                }
+                let (host, device) = (self.host + sent, self.device + sent);
+                // SAFETY: the rest of the caller's ranges; the driver stages pageable memory itself.
+                Outcome::Staged(unsafe {
+                    self.stream.copy_to_device(
+                        device,
+                        host as *const u8,
+                        (self.bytes - sent) as usize,
+                    )
+                })
+            }
+            Err(error) => self.fail(board, done, error),
+        }
+    }
+
+    /// Fills slots and sends them until all are on their way. `done` counts the slices seen done.
+    ///
+    /// # Safety
+    /// As [`Copy::htod`].
+    unsafe fn send(&mut self, board: &Board, done: &mut u64) -> Result<Sent, Code> {
+        let slice = self.row.slice;
+        let total = self.bytes.div_ceil(slice);
+        let capacity = self.held.pinned.bytes() as u64;
+        let start = self.held.start(slice);
+        // SAFETY: this copy holds the lane; every slice on offer lies in a part of the ring that nothing in flight uses.
+        unsafe { self.open(board, start, true) };
+        let may_wait = !self.is_async || self.bytes >= STOCK_WAITS_FROM_BYTES;
+        let stalled_after =
+            STALLED_AFTER + Duration::from_nanos(self.bytes / STOCK_BYTES_A_NANOSECOND);
+        let mut window = self.row.ring;
+        let mut slots = Slots::new(self.bytes, slice, self.row.slot);
+        let mut slot_end = slots.end_of_slot_at(0, self.room(start));
+        let (mut offered, mut sent) = (0, 0);
+        let mut patience = Patience::default();
+        let mut arrived_before = self.held.arrived;
+        while sent < total {
+            self.held.reap(self.driver);
+            let arrived = self.held.arrived;
+            if arrived != arrived_before {
+                arrived_before = arrived;
+                patience.reset();
+            }
+            let free_to = (arrived.max(start) + window).min(arrived + capacity);
+            let fits = total.min(free_to.saturating_sub(start) / slice);
+            if fits > offered {
+                offered = fits;
+                self.offer(board, offered);
+            }
+            while *done < offered && board.is_done(*done) {
+                *done += 1;
+            }
+            if slot_end <= *done && self.held.has_room_for_slot() {
+                // SAFETY: the slices of this slot are in the ring and stay until the slot has arrived.
+                unsafe { self.submit(start, sent, slot_end, true)? };
+                sent = slot_end;
+                slot_end = slots.end_of_slot_at(sent, self.room(start + sent * slice));
+                patience.reset();
+                continue;
+            }
+            if board.work() {
+                patience.reset();
+                continue;
+            }
+            let waited = patience.pause();
+            let waits_for_stream = *done == offered;
+            if waits_for_stream && !may_wait && waited > stalled_after {
+                if window >= capacity {
+                    return Ok(Sent::Stalled(sent * slice));
+                }
+                window = capacity;
+                patience.reset();
+                continue;
+            }
+            patience.query(waited, self.stream, &mut self.held)?;
+        }
+        Ok(Sent::All)
+    }
+
+    /// Device to host.
+    ///
+    /// # Safety
+    /// The application's contract with CUDA: `host` is writable for `bytes` bytes until this returns, `device` is a range
+    /// that it may read on this stream.
+    pub(crate) unsafe fn dtoh(mut self) -> Outcome {
+        // Fresh destinations would get MADV_HUGEPAGE here, before the first page fault.
+        let board = self.held.board();
+        let mut done = 0;
+        // SAFETY: the caller's promise; `open` gets the lane that this copy holds.
+        match unsafe { self.receive(board, &mut done) } {
+            Ok(()) => Outcome::Staged(code::SUCCESS),
+            Err(error) => self.fail(board, done, error),
+        }
+    }
+
+    /// Has slots filled and copies them out until the last byte is there. `done` counts the slices seen done.
+    ///
+    /// # Safety
+    /// As [`Copy::dtoh`].
+    unsafe fn receive(&mut self, board: &Board, done: &mut u64) -> Result<(), Code> {
+        let slice = self.row.slice;
+        let total = self.bytes.div_ceil(slice);
+        let capacity = self.held.pinned.bytes() as u64;
+        let start = self.held.start(slice);
+        // SAFETY: this copy holds the lane; slices are offered only when the DMA that fills them is complete.
+        unsafe { self.open(board, start, false) };
+        let mut slots = Slots::new(self.bytes, slice, self.row.slot);
+        let mut slot_end = slots.end_of_slot_at(0, self.room(start));
+        let (mut offered, mut asked) = (0, 0);
+        let mut patience = Patience::default();
+        while *done < total {
+            self.held.reap(self.driver);
+            let arrived = self.held.arrived;
+            let ready = total.min(arrived.saturating_sub(start) / slice);
+            if ready > offered {
+                offered = ready;
+                self.offer(board, offered);
+                patience.reset();
+            }
+            while *done < offered && board.is_done(*done) {
+                *done += 1;
+            }
+            let copied_out = start + *done * slice;
+            let free_to = (copied_out + self.row.ring).min(arrived.min(copied_out) + capacity);
+            if asked < total && start + slot_end * slice <= free_to && self.held.has_room_for_slot()
+            {
+                // SAFETY: nothing in flight and no slice that is still to be copied out lies in this part of the ring.
+                unsafe { self.submit(start, asked, slot_end, false)? };
+                asked = slot_end;
+                slot_end = slots.end_of_slot_at(asked, self.room(start + asked * slice));
+                patience.reset();
+                continue;
+            }
+            if board.work() {
+                patience.reset();
+                continue;
+            }
+            let waited = patience.pause();
+            patience.query(waited, self.stream, &mut self.held)?;
+        }
+        Ok(())
+    }
+
+    /// Puts the task on the board; nothing is on offer yet.
+    ///
+    /// # Safety
+    /// See [`Board::open`]: the application's range must stay valid until every ticket is done or withdrawn.
+    unsafe fn open(&self, board: &Board, start: u64, into_ring: bool) {
+        let pinned = &self.held.pinned;
+        let task = Task {
+            host: self.host as *mut u8,
+            bytes: self.bytes as usize,
+            ring: pinned.ring(),
+            ring_bytes: pinned.bytes(),
+            ring_start: (start % pinned.bytes() as u64) as usize,
+            slice_bytes: self.row.slice as usize,
+            into_ring,
+            store: self.row.store,
+        };
+        // SAFETY: this copy holds the lane, and every copy before it left the board with all tickets done or withdrawn.
+        unsafe { board.open(task, self.row.threads - 1) };
+    }
+
+    /// Slices below `slices` may be moved.
+    fn offer(&self, board: &Board, slices: u64) {
+        board.offer(slices);
+        if self.row.threads > 1 && self.bytes >= WAKE_FROM_BYTES {
+            self.lanes.crew.wake_one();
+        }
+    }
+
+    /// Slices that lie in the ring without a gap from `position` on.
+    fn room(&self, position: u64) -> u64 {
+        let pinned = &self.held.pinned;
+        let place = (position % pinned.bytes() as u64) as usize;
+        (pinned.end_of_piece(place) - place) as u64 / self.row.slice
+    }
+
+    /// Enqueues the DMA of slices `from..to` and its announcement.
+    ///
+    /// # Safety
+    /// That part of the ring must be free for this DMA until it is complete.
+    unsafe fn submit(
+        &mut self,
+        start: u64,
+        from: u64,
+        to: u64,
+        to_device: bool,
+    ) -> Result<(), Code> {
+        let slice = self.row.slice;
+        let (offset, end) = (from * slice, (to * slice).min(self.bytes));
+        let capacity = self.held.pinned.bytes() as u64;
+        let place = ((start + offset) % capacity) as usize;
+        let bytes = (end - offset) as usize;
+        let device = self.device + offset;
+        // SAFETY: `room` kept the slot within one registered piece of the ring; the device range is part of the caller's.
+        let result = unsafe {
+            let ring = self.held.pinned.ring().add(place);
+            if to_device {
+                self.stream.copy_to_device(device, ring, bytes)
+            } else {
+                self.stream.copy_to_host(ring, device, bytes)
+            }
+        };
+        if result != code::SUCCESS {
+            return Err(result);
+        }
+        self.held
+            .submitted_slot(self.driver, self.stream, start + to * slice)
+    }
+
+    /// Waits until nothing is in flight.
+    fn wait_until_quiet(&mut self) -> Result<(), Code> {
+        let mut patience = Patience::default();
+        loop {
+            self.held.reap(self.driver);
+            if self.held.is_quiet() {
+                return Ok(());
+            }
+            let waited = patience.pause();
+            patience.query(waited, self.stream, &mut self.held)?;
+        }
+    }
+
+    /// Leaves a copy that the driver has refused midway, with nobody at work in the application's memory.
+    fn fail(mut self, board: &Board, done: u64, error: Code) -> Outcome {
+        board.withdraw(done);
+        if self.wait_until_quiet().is_err() {
+            self.held.abandon();
+        }
+        Outcome::Staged(error)
+    }
+}

@@ -1,0 +1,313 @@
+//! The helper threads: they move slices and make no CUDA call.
+//!
+//! They start with the first staged copy, spin for a moment when there is nothing to do, then sleep on a futex. A copy
+//! wakes one; each that wakes and finds more wakes two more, so the caller pays for one system call at most.
+#![expect(unsafe_code, reason = "threads, signal masks and futexes by libc")]
+
+use core::ffi::{CStr, c_void};
+use core::mem::MaybeUninit;
+use core::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use crate::lane::Lanes;
+use crate::protocol::Line;
+
+/// How long a helper looks for work before it sleeps: while a copy runs (its next slot may be on its way), and after.
+const SPIN_BUSY: Duration = Duration::from_micros(100);
+const SPIN_IDLE: Duration = Duration::from_micros(50);
+/// Looks at the boards between two looks at the clock.
+const LOOKS: u32 = 32;
+/// Enough for a memcpy and for a handler of the application's that a fault in its memory may call.
+const STACK_BYTES: usize = 256 << 10;
+
+/// The helpers and what they share with callers.
+pub(crate) struct Crew {
+    /// Copies that run now.
+    copies: Line<AtomicU32>,
+    /// Helpers that sleep or are about to, and the word they sleep on.
+    sleepers: Line<AtomicU32>,
+    epoch: AtomicU32,
+    stop: AtomicBool,
+    live: AtomicU32,
+    /// No more than this; falls to what there is when a thread cannot be had.
+    most: AtomicU32,
+    threads: Mutex<Vec<libc::pthread_t>>,
+    /// CPUs that the process may use, as its main thread sees it: a helper must not inherit the binding of whichever
+    /// thread makes the first copy.
+    cpus: Option<libc::cpu_set_t>,
+}
+
+/// What a helper thread gets.
+struct Start {
+    lanes: Arc<Lanes>,
+    number: u32,
+}
+
+impl Crew {
+    /// Starts nothing. At most `most` helpers will live.
+    pub(crate) fn new(most: u32) -> Self {
+        Self {
+            copies: Line(AtomicU32::new(0)),
+            sleepers: Line(AtomicU32::new(0)),
+            epoch: AtomicU32::new(0),
+            stop: AtomicBool::new(false),
+            live: AtomicU32::new(0),
+            most: AtomicU32::new(most),
+            threads: Mutex::new(Vec::new()),
+            cpus: main_thread_cpus(),
+        }
+    }
+
+    /// Helpers that live now.
+    pub(crate) fn live(&self) -> u32 {
+        self.live.load(Ordering::Relaxed)
+    }
+
+    /// A copy begins: helpers spin longer until the result is dropped.
+    pub(crate) fn copy_begins(&self) -> CopyRuns<'_> {
+        self.copies.0.fetch_add(1, Ordering::Relaxed);
+        CopyRuns(self)
+    }
+
+    /// There is more to do: wakes one helper if any sleeps.
+    pub(crate) fn wake_one(&self) {
+        // Pairs with the fence in `sleep`: either this sees the sleeper, or the sleeper sees the work.
+        fence(Ordering::SeqCst);
+        if self.sleepers.0.load(Ordering::Relaxed) > 0 {
+            self.wake(1);
+        }
+    }
+
+    fn wake(&self, count: i32) {
+        self.epoch.fetch_add(1, Ordering::Release);
+        futex(&self.epoch, libc::FUTEX_WAKE, count);
+    }
+
+    /// Sleeps until there may be work.
+    fn sleep(&self, lanes: &Lanes) {
+        self.sleepers.0.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let epoch = self.epoch.load(Ordering::Acquire);
+        if !self.stop.load(Ordering::Relaxed) && !lanes.any_ready() {
+            // The kernel compares; a wake since the load above ends it at once. Spurious returns are harmless.
+            futex(&self.epoch, libc::FUTEX_WAIT, epoch.cast_signed());
+        }
+        self.sleepers.0.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Sees to it that `wanted` helpers live, as far as they can be had. Never waits for another thread.
+    pub(crate) fn ensure(&self, lanes: &Arc<Lanes>, wanted: u32) {
+        let wanted = wanted.min(self.most.load(Ordering::Relaxed));
+        if self.live() >= wanted {
+            return;
+        }
+        let Ok(mut threads) = self.threads.try_lock() else {
+            return;
+        };
+        while self.live() < wanted && !self.stop.load(Ordering::Relaxed) {
+            let number = self.live();
+            let start = Box::new(Start {
+                lanes: Arc::clone(lanes),
+                number,
+            });
+            match spawn(start) {
+                Some(thread) => {
+                    threads.push(thread);
+                    self.live.store(number + 1, Ordering::Relaxed);
+                }
+                None => {
+                    self.most.store(number, Ordering::Relaxed);
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Ends the helpers and waits for them. No copy may run.
+    pub(crate) fn stop(&self) {
+        self.stop.store(true, Ordering::SeqCst);
+        self.wake(i32::MAX);
+        let Ok(mut threads) = self.threads.lock() else {
+            return;
+        };
+        for thread in threads.drain(..) {
+            // SAFETY: each was created joinable by `spawn` and is joined once.
+            unsafe { libc::pthread_join(thread, null_mut()) };
+        }
+        self.live.store(0, Ordering::Relaxed);
+    }
+}
+
+/// Ends with the copy.
+pub(crate) struct CopyRuns<'a>(&'a Crew);
+
+impl Drop for CopyRuns<'_> {
+    fn drop(&mut self) {
+        self.0.copies.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The life of a helper.
+fn help(lanes: &Lanes, number: u32) {
+    let crew = &lanes.crew;
+    let mut idle_since = None;
+    let mut woken = false;
+    loop {
+        if lanes.help_once(number, &mut woken) {
+            idle_since = None;
+            continue;
+        }
+        if crew.stop.load(Ordering::Relaxed) {
+            return;
+        }
+        for _ in 0..LOOKS {
+            core::hint::spin_loop();
+            if lanes.any_ready() {
+                break;
+            }
+        }
+        let spin = if crew.copies.0.load(Ordering::Relaxed) > 0 {
+            SPIN_BUSY
+        } else {
+            SPIN_IDLE
+        };
+        if idle_since.get_or_insert_with(Instant::now).elapsed() > spin {
+            crew.sleep(lanes);
+            idle_since = None;
+            woken = true;
+        }
+    }
+}
+
+impl Lanes {
+    /// Whether any board has a slice to take.
+    fn any_ready(&self) -> bool {
+        self.all().iter().any(|lane| lane.board.is_ready())
+    }
+
+    /// Moves slices of the first lane that has some and wants a helper; false if none does.
+    fn help_once(&self, number: u32, woken: &mut bool) -> bool {
+        let lanes = self.all();
+        let (before, after) = lanes.split_at((number as usize) % lanes.len().max(1));
+        for lane in after.iter().chain(before) {
+            if !lane.board.is_ready() || !lane.board.join() {
+                continue;
+            }
+            let mut worked = false;
+            while lane.board.work() {
+                worked = true;
+                if core::mem::take(woken) && self.crew.sleepers.0.load(Ordering::Relaxed) > 0 {
+                    self.crew.wake(2);
+                }
+            }
+            lane.board.leave();
+            if worked {
+                return true;
+            }
+        }
+        false
+    }
+}
+
+/// Starts a helper with every signal blocked but those that a fault in the application's memory raises: blocked, they
+/// would kill the process past any handler that the application has for them.
+fn spawn(start: Box<Start>) -> Option<libc::pthread_t> {
+    let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
+    let mut blocked = MaybeUninit::<libc::sigset_t>::uninit();
+    let mut before = MaybeUninit::<libc::sigset_t>::uninit();
+    let mut thread = MaybeUninit::<libc::pthread_t>::uninit();
+    let start = Box::into_raw(start);
+    // SAFETY: every structure is initialised by the call that comes before its use; the mask is put back as it was; the box
+    // belongs to the new thread, or is taken back where there is none.
+    unsafe {
+        if libc::pthread_attr_init(attributes.as_mut_ptr()) != 0 {
+            drop(Box::from_raw(start));
+            return None;
+        }
+        libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), STACK_BYTES);
+        libc::sigfillset(blocked.as_mut_ptr());
+        for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE] {
+            libc::sigdelset(blocked.as_mut_ptr(), fault);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, blocked.as_ptr(), before.as_mut_ptr());
+        let result = libc::pthread_create(
+            thread.as_mut_ptr(),
+            attributes.as_ptr(),
+            run,
+            start.cast::<c_void>(),
+        );
+        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), null_mut());
+        libc::pthread_attr_destroy(attributes.as_mut_ptr());
+        if result != 0 {
+            drop(Box::from_raw(start));
+            return None;
+        }
+        Some(thread.assume_init())
+    }
+}
+
+/// First function of a helper thread.
+extern "C" fn run(start: *mut c_void) -> *mut c_void {
+    // SAFETY: `spawn` made this pointer from a box and gave it away.
+    let start = unsafe { Box::from_raw(start.cast::<Start>()) };
+    name_thread(start.number);
+    if let Some(cpus) = &start.lanes.crew.cpus {
+        // SAFETY: a whole set, for this thread. Where it fails, the inherited set stays.
+        unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), cpus) };
+    }
+    help(&start.lanes, start.number);
+    null_mut()
+}
+
+/// Names the thread `cmt-copy-N`.
+fn name_thread(number: u32) {
+    let mut name = *b"cmt-copy-\0\0\0\0";
+    let (tens, ones) = (number / 10 % 10, number % 10);
+    if number < 10 {
+        name[9] = b'0' + ones as u8;
+    } else {
+        name[9] = b'0' + tens as u8;
+        name[10] = b'0' + ones as u8;
+    }
+    if let Ok(name) = CStr::from_bytes_until_nul(&name) {
+        // SAFETY: a NUL-terminated string of less than 16 bytes.
+        unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) };
+    }
+}
+
+/// The CPUs that the process's main thread may run on.
+fn main_thread_cpus() -> Option<libc::cpu_set_t> {
+    let mut cpus = MaybeUninit::<libc::cpu_set_t>::zeroed();
+    // SAFETY: the set is as large as the size says; a main thread that is gone makes the call fail.
+    unsafe {
+        let pid = libc::getpid();
+        (libc::sched_getaffinity(pid, size_of::<libc::cpu_set_t>(), cpus.as_mut_ptr()) == 0)
+            .then(|| cpus.assume_init())
+    }
+}
+
+/// Threads that may move bytes: what the main thread's affinity and the cgroup's CPU quota allow.
+pub(crate) fn available_cpus() -> u32 {
+    let by_quota = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
+    main_thread_cpus().map_or(by_quota, |cpus| {
+        // SAFETY: counts the bits of a whole set.
+        let by_affinity = unsafe { libc::CPU_COUNT(&cpus) }.cast_unsigned();
+        by_quota.min(by_affinity).max(1)
+    })
+}
+
+/// `futex(2)` on a word of this process, without a timeout.
+fn futex(word: &AtomicU32, operation: i32, value: i32) {
+    // SAFETY: the word lives through the call; no timeout, no second word.
+    unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            operation | libc::FUTEX_PRIVATE_FLAG,
+            value,
+            null::<libc::timespec>(),
+        );
+    }
+}

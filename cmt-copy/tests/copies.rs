@@ -1,0 +1,252 @@
+//! Every byte of every copy, in all shapes and at once from many threads.
+#![expect(unsafe_code, reason = "the mock driver moves bytes between addresses")]
+
+mod mock;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use cmt_copy::plan::estimate;
+use cmt_copy::{Engine, Outcome, PassReason, Plan};
+use mock::{Context, Kind, Memory};
+use proptest::prelude::*;
+
+const STAGED: Outcome = Outcome::Staged(0);
+const MIB: u64 = 1 << 20;
+
+/// Copies to the device and back through `stream`, overwriting the source in between, and says what is wrong.
+fn round_trip(
+    engine: &Engine,
+    context: &Context,
+    functions: (usize, usize),
+    stream: usize,
+    bytes: usize,
+    offsets: (usize, usize, usize),
+    seed: u64,
+) -> Result<(), String> {
+    let mut source = Memory::host(bytes, offsets.0, seed);
+    let mut device = Memory::known(context, Kind::Device, bytes, offsets.1, !seed);
+    let mut back = Memory::host(bytes, offsets.2, !seed);
+    let (to_device, to_host) = functions;
+    let outcome = mock::call(
+        engine,
+        to_device,
+        device.address(),
+        source.address(),
+        bytes,
+        stream,
+    );
+    // From here on the source is the application's again.
+    mock::fill(source.data(), seed ^ 0xFFFF);
+    if outcome != STAGED {
+        return Err(format!("to the device: {outcome:?}"));
+    }
+    let outcome = mock::call(
+        engine,
+        to_host,
+        back.address(),
+        device.address(),
+        bytes,
+        stream,
+    );
+    if outcome != STAGED {
+        return Err(format!("to the host: {outcome:?}"));
+    }
+    for (name, memory) in [("device", &device), ("destination", &back)] {
+        if let Some(wrong) = memory.wrong(seed) {
+            return Err(format!("{name}: {wrong}"));
+        }
+    }
+    match source.wrong(seed ^ 0xFFFF) {
+        Some(wrong) => Err(format!("source: {wrong}")),
+        None => Ok(()),
+    }
+}
+
+fn any_plan() -> impl Strategy<Value = Plan> {
+    (14u32..21, 14u32..24, 20u32..25, 1u32..7, 0u32..3).prop_map(
+        |(slice, slot, ring, threads, store)| {
+            mock::one_row(1 << slot, 1 << slice, 1 << ring, threads, store)
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_size_offset_and_plan_moves_every_byte_and_no_other(
+        plan in any_plan(),
+        sizes in prop::collection::vec((1usize..5_000_000, 0usize..64, 0usize..64, 0usize..64), 1..5),
+        kind in 0usize..5,
+        seed: u64,
+    ) {
+        let context = Context::new();
+        let engine = mock::engine(plan, 6);
+        let (functions, stream) = match kind {
+            0 => ((mock::HTOD, mock::DTOH), 0),
+            1 => ((mock::HTOD_ASYNC, mock::DTOH_ASYNC), context.stream().handle),
+            2 => ((mock::HTOD_ASYNC_PTSZ, mock::DTOH_ASYNC_PTSZ), 0),
+            3 => ((mock::ANY, mock::ANY), 0),
+            _ => ((mock::ANY_ASYNC, mock::ANY_ASYNC), context.stream().handle),
+        };
+        for (index, (bytes, a, b, c)) in sizes.into_iter().enumerate() {
+            let seed = seed.wrapping_add(index as u64);
+            let result = round_trip(&engine, &context, functions, stream, bytes, (a, b, c), seed);
+            prop_assert_eq!(result, Ok(()));
+        }
+        engine.shutdown();
+        if [0, 3].contains(&kind) {
+            // An asynchronous HtoD that finds its stream stuck may hand its rest to stock; a synchronous one never does.
+            prop_assert_eq!(context.stock_copies.load(Ordering::Relaxed), 0);
+        }
+        prop_assert_eq!(context.pinned_bytes(), 0);
+        prop_assert_eq!(context.unrelaxed.load(Ordering::Relaxed), 0);
+    }
+}
+
+#[test]
+fn sixteen_threads_copy_at_once_through_one_engine() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(4, 0), 4);
+    std::thread::scope(|scope| {
+        for thread in 0..16u64 {
+            let (engine, context) = (&engine, &context);
+            scope.spawn(move || {
+                context.make_current();
+                let own = context.stream();
+                for round in 0..40u64 {
+                    let seed = thread << 32 | round;
+                    let bytes = 65_536 + (seed.wrapping_mul(0x9E37_79B9) % 3_000_000) as usize;
+                    let functions = (mock::HTOD_ASYNC, mock::DTOH_ASYNC);
+                    let offsets = (round as usize % 7, 0, thread as usize);
+                    match round_trip(engine, context, functions, own.handle, bytes, offsets, seed) {
+                        Ok(()) => {}
+                        // More copies than lanes: the original's turn.
+                        Err(why) => assert!(why.contains("Pass(Busy)"), "{thread} {round}: {why}"),
+                    }
+                }
+            });
+        }
+    });
+    assert!(engine.helpers() <= 3);
+    engine.shutdown();
+    assert_eq!((engine.pinned_bytes(), context.pinned_bytes()), (0, 0));
+}
+
+#[test]
+fn many_threads_share_the_legacy_stream() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(3, 0), 3);
+    std::thread::scope(|scope| {
+        for thread in 0..6u64 {
+            let (engine, context) = (&engine, &context);
+            scope.spawn(move || {
+                context.make_current();
+                for round in 0..20u64 {
+                    let functions = (mock::HTOD, mock::DTOH);
+                    let bytes = 200_000 + (thread * 100_003 + round * 7919) as usize;
+                    let result = round_trip(engine, context, functions, 0, bytes, (1, 2, 3), round);
+                    assert_eq!(result, Ok(()), "{thread} {round}");
+                }
+            });
+        }
+    });
+    engine.shutdown();
+}
+
+#[test]
+fn the_plan_changes_while_copies_run() {
+    let context = Context::new();
+    let plans = [
+        mock::one_row(MIB, 64 << 10, 8 * MIB, 4, 1),
+        mock::one_row(4 * MIB, 256 << 10, 32 * MIB, 2, 0),
+        mock::one_row(128 << 10, 16 << 10, MIB, 3, 2),
+        mock::one_row(1, 1, 1, 1, 99),
+    ];
+    let engine = mock::engine(plans[0], 4);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for round in 0.. {
+                engine.set_plan(plans[round % plans.len()]);
+                std::thread::yield_now();
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+            }
+        });
+        let workers: Vec<_> = (0..3u64)
+            .map(|thread| {
+                let (engine, context) = (&engine, &context);
+                scope.spawn(move || {
+                    context.make_current();
+                    let own = context.stream();
+                    for round in 0..40u64 {
+                        let bytes = 1 + (round * 131_071) as usize;
+                        let functions = (mock::HTOD_ASYNC, mock::DTOH_ASYNC);
+                        let seed = thread << 32 | round;
+                        let result = round_trip(
+                            engine,
+                            context,
+                            functions,
+                            own.handle,
+                            bytes,
+                            (0, 5, 1),
+                            seed,
+                        );
+                        assert_eq!(result, Ok(()), "{thread} {round}");
+                    }
+                })
+            })
+            .collect();
+        for worker in workers {
+            worker.join().expect("every copy is right");
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    engine.shutdown();
+}
+
+#[test]
+fn nothing_is_started_or_pinned_before_the_first_copy_and_nothing_is_left_after_the_end() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(4, 0), 4);
+    assert!(engine.wants(mock::HTOD, 65_536) && !engine.wants(mock::HTOD, 65_535));
+    assert!(!engine.wants(usize::MAX, usize::MAX));
+    assert_eq!((engine.helpers(), engine.pinned_bytes()), (0, 0));
+    let functions = (mock::HTOD, mock::DTOH);
+    let result = round_trip(&engine, &context, functions, 0, 3_000_000, (0, 0, 0), 1);
+    assert_eq!(result, Ok(()));
+    assert_eq!(engine.helpers(), 3);
+    assert!(engine.pinned_bytes() >= MIB);
+    assert!(named_threads() >= 3);
+    // Who shuts down has no context of its own.
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            engine.shutdown();
+            assert_eq!(mock::CURRENT.get(), 0);
+        });
+    });
+    assert_eq!((engine.helpers(), engine.pinned_bytes()), (0, 0));
+    assert_eq!(context.pinned_bytes(), 0);
+    let mut device = Memory::known(&context, Kind::Device, 1 << 20, 0, 0);
+    let mut host = Memory::host(1 << 20, 0, 0);
+    let after = mock::call(
+        &engine,
+        mock::HTOD,
+        device.address(),
+        host.address(),
+        1 << 20,
+        0,
+    );
+    assert_eq!(after, Outcome::Pass(PassReason::Disabled));
+}
+
+/// Threads of this process whose name is that of a helper.
+fn named_threads() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("Linux");
+    tasks
+        .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok())
+        .filter(|name| name.starts_with("cmt-copy-"))
+        .count()
+}
