@@ -1,5 +1,6 @@
 //! Tasks around the workspace: `cargo xtask TASK`.
 
+mod build_ebpf;
 mod demo;
 mod gpu;
 mod test;
@@ -17,6 +18,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Task {
+    BuildEbpf(build_ebpf::Args),
     Demo(demo::Args),
     /// Run the test ladder
     Test,
@@ -26,6 +28,7 @@ enum Task {
 
 fn main() -> anyhow::Result<()> {
     match Cli::parse().task {
+        Task::BuildEbpf(args) => build_ebpf::run_task(&args),
         Task::Demo(args) => demo::run(args),
         Task::Test => test::run_ladder(),
         Task::Gpu => gpu::bundle(),
