@@ -9,20 +9,7 @@ use cmt_tests::{Finished, Rung, Victim, cmt, cmt_command, require};
 
 /// An ordinary program that has nothing to do with CUDA.
 fn bystander() -> Victim {
-    let mut command = Command::new("bash");
-    command.args(["-c", "echo \"ready $$\"; exec sleep 1000"]);
-    let victim = Victim::spawn(command);
-    // The shell has said so before it became sleep.
-    let exe = format!("/proc/{}/exe", victim.pid);
-    while !fs::read_link(&exe).is_ok_and(|path| path.ends_with("sleep")) {
-        std::thread::yield_now();
-    }
-    // And the loader is done once it sleeps.
-    let wchan = format!("/proc/{}/syscall", victim.pid);
-    while fs::read_to_string(&wchan).is_ok_and(|text| text.starts_with("running")) {
-        std::thread::yield_now();
-    }
-    victim
+    Victim::start("victim-nocuda", [""; 0])
 }
 
 fn attach(pid: u32) -> Finished {
@@ -81,7 +68,7 @@ fn a_program_without_libcuda() {
     let Some(_turn) = require(Rung::Kernel) else {
         return;
     };
-    assert_refused(&mut bystander(), &["sleep", "libcuda"]);
+    assert_refused(&mut bystander(), &["victim-nocuda", "libcuda"]);
 }
 
 #[test]
@@ -89,19 +76,8 @@ fn a_static_binary() {
     let Some(_turn) = require(Rung::Kernel) else {
         return;
     };
-    let folder = tempfile::tempdir().expect("a folder");
-    let source = folder.path().join("alone.c");
-    let program = folder.path().join("alone");
-    let text = "#include <stdio.h>\n#include <unistd.h>\n\
-        int main(void) { printf(\"ready %d\\n\", getpid()); fflush(stdout); for (;;) pause(); }\n";
-    fs::write(&source, text).expect("write it");
-    let compiled = Command::new("gcc")
-        .args(["-static", "-o"])
-        .args([&program, &source])
-        .status();
-    assert!(compiled.expect("run gcc").success());
-    let mut victim = Victim::spawn(Command::new(&program));
-    assert_refused(&mut victim, &["alone", "statically linked"]);
+    let mut victim = Victim::start("victim-static", [""; 0]);
+    assert_refused(&mut victim, &["victim-static", "statically linked"]);
 }
 
 #[test]

@@ -97,6 +97,17 @@ impl Victim {
         serde_json::from_str(&last).unwrap_or_else(|error| panic!("no account: {error}: {last}"))
     }
 
+    /// Reads all lines that it prints until it ends; `each` is called after every one of them.
+    #[track_caller]
+    pub fn transcript(mut self, mut each: impl FnMut(&Self)) -> (Vec<String>, ExitStatus) {
+        let mut lines = Vec::new();
+        while let Some(line) = self.next_line() {
+            lines.push(line);
+            each(&self);
+        }
+        (lines, self.wait())
+    }
+
     /// Waits for its end.
     #[track_caller]
     pub fn wait(&mut self) -> ExitStatus {
