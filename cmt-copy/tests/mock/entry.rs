@@ -340,7 +340,9 @@ fn write_word(handle: usize, per_thread: bool, to: u64, value: u32) -> i32 {
     let host = to.wrapping_sub(DEVICE_VIEW);
     match range_of(host, 4) {
         Some((_, range)) if range.kind == Kind::Pinned => {
-            stream.push(Work::Write { to: host, value });
+            if !context.drop_writes.load(Ordering::Relaxed) {
+                stream.push(Work::Write { to: host, value });
+            }
             0
         }
         _ => 1,

@@ -13,7 +13,11 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 use cmt_copy::{Driver, Engine, Outcome, Plan, Request};
 
 pub use entry::table;
-pub use stream::{Gate, Stream};
+#[allow(
+    unused_imports,
+    reason = "each test binary uses its own part of the mock"
+)]
+pub use stream::{Stream, fault};
 
 pub const NOT_READY: i32 = 600;
 pub const NOT_SUPPORTED: i32 = 801;
@@ -86,6 +90,8 @@ pub struct Context {
     pub host_alloc_code: AtomicI32,
     pub write_value_code: AtomicI32,
     pub event_code: AtomicI32,
+    /// Writes of values succeed and never arrive.
+    pub drop_writes: AtomicBool,
     pub host_page_tables: AtomicI32,
     /// Some blocking stream captures: the legacy stream answers 906.
     pub legacy_captures: AtomicBool,
@@ -115,6 +121,7 @@ impl Context {
             host_alloc_code: zero(),
             write_value_code: zero(),
             event_code: zero(),
+            drop_writes: AtomicBool::new(false),
             host_page_tables: zero(),
             legacy_captures: AtomicBool::new(false),
             dma_calls: AtomicU32::new(0),

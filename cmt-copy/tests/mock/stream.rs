@@ -31,6 +31,11 @@ pub enum Work {
     Fault(i32),
 }
 
+/// A kernel that fails with `code`.
+pub fn fault(code: i32) -> Work {
+    Work::Fault(code)
+}
+
 /// Lets a test decide how long a kernel runs.
 #[derive(Clone, Default)]
 pub struct Gate(Arc<(Mutex<bool>, Condvar)>);

@@ -1,0 +1,375 @@
+//! What a caller may rely on: never blocked longer than by stock, and whatever is unclear handed back untouched.
+#![expect(unsafe_code, reason = "the mock driver moves bytes between addresses")]
+
+mod mock;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use cmt_copy::plan::estimate;
+use cmt_copy::{Engine, Outcome, PassReason};
+use mock::{Context, Kind, Memory};
+
+const STAGED: Outcome = Outcome::Staged(0);
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+
+fn passed(reason: PassReason) -> Outcome {
+    Outcome::Pass(reason)
+}
+
+/// An asynchronous HtoD whose source is overwritten as soon as it returns.
+fn upload(engine: &Engine, device: &mut Memory, bytes: usize, stream: usize, seed: u64) -> Outcome {
+    let mut source = Memory::host(bytes, 3, seed);
+    let (to, from) = (device.address(), source.address());
+    let outcome = mock::call(engine, mock::HTOD_ASYNC, to, from, bytes, stream);
+    mock::fill(source.data(), !seed);
+    outcome
+}
+
+fn device(context: &Context, bytes: usize) -> Memory {
+    Memory::known(context, Kind::Device, bytes, 0, 0)
+}
+
+/// Ends the test program if `what` has not come to an end after 30 s: something waits that must not.
+fn within_30_s<T>(what: impl FnOnce() -> T) -> T {
+    let (done, waits) = std::sync::mpsc::channel::<()>();
+    let watchdog = std::thread::spawn(move || {
+        if waits.recv_timeout(Duration::from_secs(30)).is_err() {
+            eprintln!("blocked for 30 s");
+            std::process::abort();
+        }
+    });
+    let result = what();
+    done.send(()).expect("the watchdog waits");
+    watchdog.join().expect("no panic inside");
+    result
+}
+
+#[test]
+fn an_upload_that_fits_does_not_wait_for_a_busy_stream() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(2, 0), 2);
+    let stream = context.stream();
+    for bytes in [65_536, 300_001, 1 << 20, 3 << 20] {
+        let mut target = device(&context, bytes);
+        let gate = stream.block();
+        let outcome = within_30_s(|| upload(&engine, &mut target, bytes, stream.handle, 7));
+        assert_eq!(outcome, STAGED);
+        gate.open();
+        stream.finish();
+        assert_eq!(target.wrong(7), None, "{bytes}");
+    }
+    assert_eq!(context.stock_copies.load(Ordering::Relaxed), 0);
+    engine.shutdown();
+}
+
+#[test]
+fn an_upload_that_does_not_fit_hands_its_rest_to_stock_and_does_not_wait() {
+    let context = Context::new();
+    let engine = mock::engine(mock::one_row(256 * KIB, 64 * KIB, MIB, 2, 0), 2);
+    let stream = context.stream();
+    let bytes = 20_000_001;
+    let mut target = device(&context, bytes);
+    let gate = stream.block();
+    let outcome = within_30_s(|| upload(&engine, &mut target, bytes, stream.handle, 8));
+    assert_eq!(outcome, STAGED);
+    let by_stock = context.stock_bytes.load(Ordering::Relaxed);
+    assert!(by_stock > 0 && by_stock < bytes as u64);
+    gate.open();
+    stream.finish();
+    assert_eq!(target.wrong(8), None);
+    engine.shutdown();
+}
+
+#[test]
+fn an_upload_for_which_stock_waits_too_goes_on_when_the_stream_does() {
+    let context = Context::new();
+    let engine = mock::engine(mock::one_row(MIB, 256 * KIB, 8 * MIB, 2, 0), 2);
+    let stream = context.stream();
+    stream.dawdle_us.store(0, Ordering::Relaxed);
+    let bytes = 64 << 20;
+    let mut target = device(&context, bytes);
+    let gate = stream.block();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while context.dma_calls.load(Ordering::Relaxed) < 4 {
+                std::thread::yield_now();
+            }
+            std::thread::sleep(Duration::from_millis(30));
+            gate.open();
+        });
+        let outcome = within_30_s(|| upload(&engine, &mut target, bytes, stream.handle, 9));
+        assert_eq!(outcome, STAGED);
+    });
+    stream.finish();
+    assert_eq!(target.wrong(9), None);
+    assert_eq!(context.stock_copies.load(Ordering::Relaxed), 0);
+    engine.shutdown();
+}
+
+#[test]
+fn a_busy_stream_fills_its_lane_and_holds_up_nobody_else() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(2, 0), 2);
+    let (busy, other) = (context.stream(), context.stream());
+    let gate = busy.block();
+    let bytes = 400_000;
+    let mut targets = Vec::new();
+    within_30_s(|| {
+        for seed in 0..400 {
+            let mut target = device(&context, bytes);
+            let outcome = upload(&engine, &mut target, bytes, busy.handle, seed);
+            if outcome != STAGED {
+                assert_eq!(outcome, passed(PassReason::Busy));
+                break;
+            }
+            targets.push(target);
+        }
+        assert!(targets.len() > 5, "stock would queue these too");
+        assert!(targets.len() < 400, "pinned memory has a bound");
+        // Refused at once from now on, without trying again.
+        for _ in 0..100 {
+            let outcome = upload(&engine, &mut device(&context, bytes), bytes, busy.handle, 0);
+            assert_eq!(outcome, passed(PassReason::Busy));
+        }
+        let mut target = device(&context, 5_000_000);
+        for seed in 0..10 {
+            let outcome = upload(&engine, &mut target, 5_000_000, other.handle, seed);
+            assert_eq!(outcome, STAGED);
+            other.finish();
+            assert_eq!(target.wrong(seed), None);
+        }
+    });
+    assert!(engine.pinned_bytes() <= 24 * MIB, "two lanes");
+    gate.open();
+    busy.finish();
+    for (seed, target) in (0..).zip(&targets) {
+        assert_eq!(target.wrong(seed), None, "{seed}");
+    }
+    let outcome = upload(&engine, &mut device(&context, bytes), bytes, busy.handle, 0);
+    assert_eq!(outcome, STAGED, "the stream is free again");
+    engine.shutdown();
+}
+
+#[test]
+fn uploads_and_downloads_queue_up_in_order_on_one_stream() {
+    let context = Context::new();
+    let engine = mock::engine(mock::one_row(MIB, 64 * KIB, 8 * MIB, 2, 1), 2);
+    let stream = context.stream();
+    let mut target = device(&context, 1_500_000);
+    for seed in 0..60 {
+        let outcome = upload(&engine, &mut target, 1_500_000, stream.handle, seed);
+        assert_eq!(outcome, STAGED);
+        if seed % 3 == 0 {
+            let mut back = Memory::host(1_500_000, 1, !seed);
+            let (to, from) = (back.address(), target.address());
+            let outcome = mock::call(
+                &engine,
+                mock::DTOH_ASYNC,
+                to,
+                from,
+                1_500_000,
+                stream.handle,
+            );
+            assert_eq!(outcome, STAGED);
+            assert_eq!(back.wrong(seed), None, "{seed}");
+        }
+    }
+    engine.shutdown();
+    assert_eq!(context.pinned_bytes(), 0);
+}
+
+#[test]
+fn a_download_waits_for_the_work_before_it() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(2, 0), 2);
+    let stream = context.stream();
+    for function in [mock::DTOH_ASYNC, mock::ANY_ASYNC] {
+        let gate = stream.block();
+        let mut source = device(&context, 700_000);
+        let mut target = Memory::host(700_000, 9, 1);
+        let (to, from) = (target.address(), source.address());
+        let kernel = source.data().as_mut_ptr() as usize;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(30));
+                // The kernel writes its result, then ends.
+                // SAFETY: the copy may read the memory only after the gate is open.
+                let data = unsafe { std::slice::from_raw_parts_mut(kernel as *mut u8, 700_000) };
+                mock::fill(data, 5);
+                gate.open();
+            });
+            let outcome =
+                within_30_s(|| mock::call(&engine, function, to, from, 700_000, stream.handle));
+            assert_eq!(outcome, STAGED);
+        });
+        assert_eq!(target.wrong(5), None);
+    }
+    engine.shutdown();
+}
+
+#[test]
+fn a_new_stream_at_an_old_address_does_not_continue_the_old_ones_lane() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(2, 0), 2);
+    let old = context.stream();
+    let gate = old.block();
+    let mut first = device(&context, 1 << 20);
+    assert_eq!(upload(&engine, &mut first, 1 << 20, old.handle, 1), STAGED);
+    let new = mock::Stream::new();
+    mock::books().streams.insert(old.handle, Arc::clone(&new));
+    let mut second = device(&context, 1 << 20);
+    for seed in 2..40 {
+        let outcome = upload(&engine, &mut second, 1 << 20, old.handle, seed);
+        assert_eq!(outcome, STAGED);
+        new.finish();
+        assert_eq!(second.wrong(seed), None);
+    }
+    gate.open();
+    old.finish();
+    assert_eq!(first.wrong(1), None);
+    engine.shutdown();
+}
+
+#[test]
+fn a_capturing_stream_is_left_alone() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(2, 0), 2);
+    let stream = context.stream();
+    let mut target = device(&context, 1 << 20);
+    let mut source = Memory::host(1 << 20, 0, 1);
+    let (to, from) = (target.address(), source.address());
+    stream.capturing.store(true, Ordering::Relaxed);
+    let outcome = mock::call(&engine, mock::HTOD_ASYNC, to, from, 1 << 20, stream.handle);
+    assert_eq!(outcome, passed(PassReason::Capturing));
+    context.legacy_captures.store(true, Ordering::Relaxed);
+    let outcome = mock::call(&engine, mock::HTOD, to, from, 1 << 20, 0);
+    assert_eq!(outcome, passed(PassReason::Capturing));
+    assert_eq!(engine.pinned_bytes(), 0);
+    let per_thread = mock::call(&engine, mock::HTOD_PTDS, to, from, 1 << 20, 0);
+    assert_eq!(per_thread, STAGED, "the per-thread stream is not involved");
+    engine.shutdown();
+}
+
+#[test]
+fn copies_that_are_not_between_pageable_and_device_memory_pass() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(2, 0), 2);
+    let bytes = 256 << 10;
+    let mut host = Memory::host(bytes, 0, 1);
+    let mut target = device(&context, bytes);
+    let mut pinned = Memory::known(&context, Kind::Pinned, bytes, 0, 1);
+    let mut managed = Memory::known(&context, Kind::Managed, bytes, 0, 1);
+    let (h, d, p, m) = (
+        host.address(),
+        target.address(),
+        pinned.address(),
+        managed.address(),
+    );
+    let ask = |function, dst, src, bytes| mock::call(&engine, function, dst, src, bytes, 0);
+    use PassReason::{BelowCutOver, NotHostToDevice, NotPageable, OutOfRange};
+    for (function, dst, src, reason) in [
+        (mock::HTOD, d, p, NotPageable),
+        (mock::HTOD, d, m, NotPageable),
+        (mock::DTOH, p, d, NotPageable),
+        (mock::HTOD, m, h, NotHostToDevice),
+        (mock::HTOD, h, h, NotHostToDevice),
+        (mock::ANY, d, p, NotPageable),
+        (mock::ANY, d, d, NotPageable),
+        (mock::ANY, h, h, NotHostToDevice),
+        (mock::ANY_ASYNC, h, m, NotHostToDevice),
+        (mock::HTOD, d + 1, h, OutOfRange),
+        (mock::DTOH, h, d + 1, OutOfRange),
+        (mock::HTOD, d, 0, OutOfRange),
+        (mock::HTOD, d, u64::MAX - 10, OutOfRange),
+    ] {
+        let outcome = ask(function, dst, src, bytes);
+        assert_eq!(outcome, passed(reason), "{function} {dst:x} {src:x}");
+    }
+    assert_eq!(ask(mock::HTOD, d, h, 65_535), passed(BelowCutOver));
+    assert_eq!(ask(mock::HTOD, d, h, 0), passed(BelowCutOver));
+    assert_eq!(
+        ask(12, d, h, bytes),
+        passed(BelowCutOver),
+        "not a hooked function"
+    );
+    // The end of the source lies in registered memory.
+    let tail = mock::Range {
+        bytes: 4096,
+        kind: Kind::Pinned,
+        context: context.handle,
+    };
+    let tail_start = h + bytes as u64 - 4096;
+    mock::books().ranges.insert(tail_start, tail);
+    assert_eq!(ask(mock::HTOD, d, h, bytes), passed(NotPageable));
+    mock::books().ranges.remove(&tail_start);
+    mock::CURRENT.set(0);
+    assert_eq!(ask(mock::HTOD, d, h, bytes), passed(NotHostToDevice));
+    context.make_current();
+    assert_eq!((engine.pinned_bytes(), engine.helpers()), (0, 0));
+    assert_eq!(ask(mock::HTOD, d, h, bytes), STAGED);
+    assert_eq!(target.wrong(1), None);
+    engine.shutdown();
+}
+
+#[test]
+fn a_device_that_reads_pageable_memory_itself_is_left_to_stock() {
+    let context = Context::new();
+    context.host_page_tables.store(1, Ordering::Relaxed);
+    let engine = mock::engine(estimate(2, 0), 2);
+    let mut target = device(&context, 1 << 20);
+    for _ in 0..2 {
+        let outcome = upload(&engine, &mut target, 1 << 20, 0, 1);
+        assert_eq!(outcome, passed(PassReason::Unsupported));
+    }
+    assert_eq!(engine.pinned_bytes(), 0);
+}
+
+#[test]
+fn lanes_of_destroyed_contexts_serve_new_ones() {
+    let engine = mock::engine(estimate(2, 0), 2);
+    for seed in 0..20 {
+        let context = Context::new();
+        let mut target = device(&context, 1 << 20);
+        let mut source = Memory::host(1 << 20, 0, seed);
+        let (to, from) = (target.address(), source.address());
+        let outcome = mock::call(&engine, mock::HTOD, to, from, 1 << 20, 0);
+        assert_eq!(outcome, STAGED, "{seed}");
+        assert_eq!(target.wrong(seed), None);
+        context.destroy();
+    }
+    assert!(engine.pinned_bytes() <= 8 * 8 * MIB);
+    mock::CURRENT.set(0);
+    engine.shutdown();
+    assert_eq!(engine.pinned_bytes(), 0);
+}
+
+#[test]
+fn the_end_waits_for_uploads_in_flight_and_leaks_what_stays_in_flight() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(2, 0), 2);
+    let (slow, stuck) = (context.stream(), context.stream());
+    let (slow_gate, stuck_gate) = (slow.block(), stuck.block());
+    let (mut first, mut second) = (device(&context, 1 << 20), device(&context, 1 << 20));
+    assert_eq!(upload(&engine, &mut first, 1 << 20, slow.handle, 1), STAGED);
+    assert_eq!(
+        upload(&engine, &mut second, 1 << 20, stuck.handle, 2),
+        STAGED
+    );
+    let before = engine.pinned_bytes();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(100));
+            slow_gate.open();
+        });
+        within_30_s(|| engine.shutdown());
+    });
+    assert_eq!(engine.pinned_bytes(), before / 2);
+    assert!(context.pinned_bytes() > 0, "still read by the stuck stream");
+    stuck_gate.open();
+    stuck.finish();
+    slow.finish();
+    assert_eq!((first.wrong(1), second.wrong(2)), (None, None));
+}
