@@ -1,6 +1,6 @@
 //! Writing patches into the target's code, and taking them out, with all threads stopped.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cmt_common::control::WINDOW_MAX;
 
@@ -57,15 +57,15 @@ pub fn commit(
     cave: Option<Cave>,
 ) -> Result<Committed, InjectError> {
     for _ in 0..TRIES {
-        let started = Instant::now();
-        let mut stopped = threads::stop_all(|| target.threads().unwrap_or_default(), STOP_LIMIT)?;
+        let (mut stopped, since) =
+            threads::stop_all(|| target.threads().unwrap_or_default(), STOP_LIMIT)?;
         if let Some(done) = try_commit(target, patches, cave, &mut stopped)? {
             let threads = stopped.len();
             for thread in stopped {
                 thread.resume();
             }
             return Ok(Committed {
-                pause: started.elapsed(),
+                pause: since.elapsed(),
                 threads,
                 cave_cleared: done,
             });

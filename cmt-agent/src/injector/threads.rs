@@ -348,8 +348,9 @@ pub fn stop_all(list: impl Fn() -> Vec<i32>, limit: Duration) -> Result<Vec<Stop
                 Err(_) => {}
             }
         }
+        let since = *since.get_or_insert_with(Instant::now);
         if fresh.is_empty() {
-            return Ok(stopped);
+            return Ok((stopped, since));
         }
         fresh.retain(|seized| seized.interrupt().is_ok());
         for seized in fresh {
