@@ -330,10 +330,14 @@ pub fn pending_signals(tid: i32) -> bool {
 
 /// Stops every thread of a process: those that `list` names, again and again until it names no new one.
 ///
-/// On failure all threads run on.
-pub fn stop_all(list: impl Fn() -> Vec<i32>, limit: Duration) -> Result<Vec<Stopped>, ThreadError> {
+/// Returns them with the moment at which the first was told to stop. On failure all threads run on.
+pub fn stop_all(
+    list: impl Fn() -> Vec<i32>,
+    limit: Duration,
+) -> Result<(Vec<Stopped>, Instant), ThreadError> {
     let deadline = Instant::now() + limit;
     let mut stopped: Vec<Stopped> = Vec::new();
+    let mut since = None;
     loop {
         let mut fresh = Vec::new();
         for tid in list() {
