@@ -10,7 +10,7 @@ use cmt_common::event::{ALLOC_ALLOCATE, ALLOC_RELEASE, AllocCookie, Lost};
 use cmt_common::range::RangeValue;
 
 use crate::call::{Arguments, cookie, user};
-use crate::maps::{ALLOCS, count_pair, lost, process};
+use crate::maps::{ALLOCS, count_pair, foreign, lost, process};
 use crate::memory::{forget, remember};
 
 /// Which call: the thread and its stack pointer at the entry.
@@ -35,10 +35,13 @@ pub struct AllocCall {
 /// Entry of every allocation function.
 #[uprobe]
 pub fn alloc_enter(context: ProbeContext) -> u32 {
+    let pid_tgid = bpf_get_current_pid_tgid();
+    if foreign(pid_tgid) {
+        return 0;
+    }
     count_pair();
     let arguments = Arguments::read(&context);
     let cookie = AllocCookie(cookie(&context));
-    let pid_tgid = bpf_get_current_pid_tgid();
     let argument = arguments.get(0).unwrap_or(0);
     let range = if cookie.effect() == ALLOC_RELEASE {
         match forget(process(cookie.target(), pid_tgid), argument) {

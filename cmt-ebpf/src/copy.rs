@@ -12,7 +12,7 @@ use cmt_common::event::{
 use cmt_common::histogram::size_class_of;
 
 use crate::call::{Arguments, cookie, encloses, now_ns, user};
-use crate::maps::{CALLS, count_pair, lost, phase, process, record};
+use crate::maps::{CALLS, count_pair, foreign, lost, phase, process, record};
 use crate::memory::{kind_of, readable};
 
 /// `cudaMemcpyDefault`.
@@ -22,13 +22,13 @@ const KIND_DEFAULT: u32 = 4;
 #[uprobe]
 pub fn copy_enter(context: ProbeContext) -> u32 {
     let phase = phase();
-    if phase == phase::ENDING {
+    let pid_tgid = bpf_get_current_pid_tgid();
+    if phase == phase::ENDING || foreign(pid_tgid) {
         return 0;
     }
     count_pair();
     let cookie = CopyCookie(cookie(&context));
     let arguments = Arguments::read(&context);
-    let pid_tgid = bpf_get_current_pid_tgid();
     if let Some(outer) = CALLS.get_ptr_mut(pid_tgid) {
         // SAFETY: only this thread uses this entry, and it removes it in no other place at the same time.
         let outer = unsafe { &mut *outer };

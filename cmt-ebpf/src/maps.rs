@@ -1,5 +1,6 @@
 //! The maps: what the programs share with the host and with each other.
 
+use aya_ebpf::Global;
 use aya_ebpf::bindings::BPF_F_NO_PREALLOC;
 use aya_ebpf::helpers::bpf_get_current_comm;
 use aya_ebpf::macros::map;
@@ -49,6 +50,20 @@ static COMMS: LruHashMap<u32, [u8; 16]> = LruHashMap::with_max_entries(16384, 0)
 /// Times that a pair of probes fired, for the report of cmt's own cost.
 #[map]
 static PAIRS: PerCpuArray<u64> = PerCpuArray::with_max_entries(1, 0);
+
+/// 1 where the probes fire for all processes and only those in [`CHOSEN`] are wanted; set before the programs are loaded.
+#[unsafe(no_mangle)]
+static PICKING: Global<u8> = Global::new(0);
+
+/// The wanted processes, by their ids as the kernel counts.
+#[map]
+static CHOSEN: HashMap<u32, u8> = HashMap::with_max_entries(1024, 0);
+
+/// True for a process that nobody asked for.
+#[inline(always)]
+pub fn foreign(pid_tgid: u64) -> bool {
+    PICKING.load() != 0 && CHOSEN.get_ptr((pid_tgid >> 32) as u32).is_none()
+}
 
 /// One of [`phase`], by the host.
 #[map]

@@ -1,11 +1,12 @@
 //! Measures what a pair of probes costs on this machine, so that every report can say what tracing took.
 
 use std::fs;
+use std::io;
 use std::time::Instant;
 
 use cmt_common::event::{CopyCookie, CopyKey, phase};
 
-use super::link::detach;
+use super::link::Links;
 use super::programs::Probes;
 
 /// Calls of one measurement.
@@ -19,31 +20,40 @@ extern "C" fn nothing(_dst: u64, _src: u64, _bytes: u64) -> u32 {
 }
 
 /// Nanoseconds that the probes add to one call: the difference between a loop of empty calls with probes and without.
-/// `None` where this process cannot probe itself.
-pub fn pair_ns(probes: &mut Probes) -> Option<u64> {
-    let address = nothing as *const () as u64;
-    let offset = own_offset(address)?;
-    let links = probes
-        .attach_copy_pair("/proc/self/exe".as_ref(), offset, CopyCookie::new(0))
-        .map_err(|error| log::debug!("cannot measure the cost of a probe: {error}"))
-        .ok()?;
-    probes.enter_phase(phase::COUNTING).ok()?;
+/// `None` where this process cannot probe itself. The probes it needs are returned, to be taken away with the others: by
+/// itself that would take as long as all of them.
+pub fn pair_ns(probes: &mut Probes) -> (Option<u64>, Links) {
+    let without = run();
+    let placed = own_offset(nothing as *const () as u64)
+        .ok_or_else(|| io::Error::other("no mapping of this program's file"))
+        .and_then(|offset| {
+            probes.attach_copy_pair("/proc/self/exe".as_ref(), offset, CopyCookie::new(0))
+        });
+    let links = match placed {
+        Ok(links) => links,
+        Err(error) => {
+            log::debug!("cannot measure the cost of a probe: {error}");
+            return (None, Links::default());
+        }
+    };
+    if probes.enter_phase(phase::COUNTING).is_err() {
+        return (None, links);
+    }
     run();
     let with = run();
-    detach([links]);
-    probes.enter_phase(phase::PLACING).ok()?;
-    let without = run();
-    let own: Vec<CopyKey> = probes
+    let counted: Vec<CopyKey> = probes
         .copies()
         .unwrap_or_default()
         .into_iter()
         .map(|(key, _)| key)
         .collect();
-    let counted = !own.is_empty();
-    for key in own {
-        probes.forget(&key);
+    for key in &counted {
+        probes.forget(key);
     }
-    counted.then(|| with.saturating_sub(without) / u64::from(CALLS))
+    let reset = probes.enter_phase(phase::PLACING).is_ok() && probes.reset_pairs().is_ok();
+    let cost =
+        (reset && !counted.is_empty()).then(|| with.saturating_sub(without) / u64::from(CALLS));
+    (cost, links)
 }
 
 fn run() -> u64 {

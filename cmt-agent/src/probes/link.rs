@@ -14,13 +14,14 @@ use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::thread;
+use std::time::Instant;
 
 use aya::programs::uprobe::UProbeLink;
 use aya_obj::generated::{
     BPF_F_UPROBE_MULTI_RETURN, bpf_attach_type::BPF_TRACE_UPROBE_MULTI, bpf_attr, bpf_cmd,
 };
 
-/// Threads that undo single links at the same time.
+/// Threads that undo links at the same time.
 const DETACHERS: usize = 64;
 
 /// A process whose calls are to be seen.
@@ -38,6 +39,8 @@ pub struct Links {
     pub(super) links: Vec<Link>,
 }
 
+/// Undone when it is dropped.
+#[expect(dead_code, reason = "the values are held for their drop only")]
 pub(super) enum Link {
     /// All sites of one program.
     Multi(OwnedFd),
@@ -53,19 +56,15 @@ pub(super) struct Point {
 }
 
 /// Takes all probes away; returns when the last one has gone.
+///
+/// Each link waits for the kernel to be sure that no processor runs its program any more: many wait at once.
 pub fn detach(all: impl IntoIterator<Item = Links>) {
-    let begun = std::time::Instant::now();
-    let mut single = Vec::new();
-    for link in all.into_iter().flat_map(|links| links.links) {
-        match link {
-            Link::Multi(fd) => drop(fd),
-            Link::Single(link) => single.push(link),
-        }
-    }
-    let each = single.len().div_ceil(DETACHERS).max(1);
+    let begun = Instant::now();
+    let mut links: Vec<Link> = all.into_iter().flat_map(|links| links.links).collect();
+    let each = links.len().div_ceil(DETACHERS).max(1);
     thread::scope(|scope| {
-        while !single.is_empty() {
-            let part = single.split_off(single.len().saturating_sub(each));
+        while !links.is_empty() {
+            let part = links.split_off(links.len().saturating_sub(each));
             scope.spawn(move || drop(part));
         }
     });

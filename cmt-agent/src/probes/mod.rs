@@ -15,7 +15,7 @@ use thiserror::Error;
 pub use cost::pair_ns;
 pub use library::{FileId, Library, Mapped};
 pub use link::{Links, Target, detach};
-pub use programs::{CopyStats, Probes, Reach};
+pub use programs::{CopyStats, Probes, Reach, in_first_pid_namespace};
 
 /// Why probes could not be placed.
 #[derive(Debug, Error)]

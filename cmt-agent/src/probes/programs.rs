@@ -10,7 +10,7 @@ use std::mem;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
 use std::path::Path;
 
-use aya::maps::{Array, HashMap, LpmTrie, Map, MapData, PerCpuArray, lpm_trie};
+use aya::maps::{Array, HashMap, LpmTrie, Map, MapData, PerCpuArray, PerCpuValues, lpm_trie};
 use aya::programs::uprobe::UProbeScope;
 use aya::programs::uprobe::{UProbeAttachLocation, UProbeAttachPoint};
 use aya::programs::{ProgramError, UProbe};
@@ -35,8 +35,8 @@ const ALLOC_ENTER: &str = "alloc_enter";
 const ALLOC_LEAVE: &str = "alloc_leave";
 const PROGRAMS: [&str; 4] = [COPY_ENTER, COPY_LEAVE, ALLOC_ENTER, ALLOC_LEAVE];
 
-/// Lets any process use single-site links, as an old kernel would: for tests.
-const FORCE_SINGLE: &str = "CMT_SINGLE_UPROBES";
+/// Makes any kernel behave like an old one, for tests: `single` as before 6.6, `filter` as before 6.10.
+const PRETEND: &str = "CMT_PRETEND_KERNEL";
 
 /// Whose calls the probes are to see; decides which kind of link works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,6 +73,9 @@ pub struct Probes {
     ebpf: Ebpf,
     /// Programs for links with many sites, in the order of [`PROGRAMS`]; none where single-site links must do.
     multi: Option<Vec<OwnedFd>>,
+    /// Links fire for all processes, and the programs pick the chosen ones.
+    picking: bool,
+    chosen: HashMap<MapData, u32, u8>,
     copies: HashMap<MapData, KeyPod, StatPod>,
     calls: HashMap<MapData, u64, CallPod>,
     comms: HashMap<MapData, u32, [u8; 16]>,
@@ -89,23 +92,18 @@ impl Probes {
     /// Loads the embedded object.
     pub fn load(reach: Reach) -> Result<Self, ProbeError> {
         let level = log_level();
+        let links = Kind::of_links(reach);
+        let picking = links == Kind::ManySitesPicking;
         let mut ebpf = EbpfLoader::new()
+            // The programs read nothing of the kernel's, so its types need not be looked up, which takes a while.
+            .btf(None)
             .override_global(aya_log::LEVEL, &level, true)
+            .override_global("PICKING", &u8::from(picking), true)
             .load(OBJECT)
             .map_err(load_error)?;
-        let multi = if links_with_many_sites(reach) {
-            match load_multi(&ebpf) {
-                Ok(programs) => Some(programs),
-                Err(error @ (ProbeError::Denied { .. } | ProbeError::Object(_))) => {
-                    return Err(error);
-                }
-                Err(error) => {
-                    log::debug!("no uprobe_multi links: {error}");
-                    None
-                }
-            }
-        } else {
-            None
+        let multi = match links {
+            Kind::SingleSite => None,
+            Kind::ManySites | Kind::ManySitesPicking => Some(load_multi(&ebpf)?),
         };
         if multi.is_none() {
             load_single(&mut ebpf)?;
@@ -127,6 +125,8 @@ impl Probes {
             targets: take(&mut ebpf, "TARGETS")?,
             prefixes: take(&mut ebpf, "PREFIXES")?,
             ranges: take(&mut ebpf, "RANGES")?,
+            chosen: take(&mut ebpf, "CHOSEN")?,
+            picking,
             logger,
             multi,
             ebpf,
@@ -140,6 +140,7 @@ impl Probes {
         target: Option<Target>,
     ) -> Result<Links, ProbeError> {
         let number = target.map_or(0, |target| target.number);
+        let pid = target.map(|target| target.pid);
         let copies = points(&library.copies, |function| {
             CopyCookie::new(function).with_target(number).0
         });
@@ -154,20 +155,14 @@ impl Probes {
             (COPY_LEAVE, &copies),
             (COPY_ENTER, &copies),
         ] {
-            self.place(
-                program,
-                &library.open,
-                points,
-                target.map(|target| target.pid),
-                &mut links,
-            )
-            .map_err(|source| match source.raw_os_error() {
-                Some(libc::EPERM | libc::EACCES) => ProbeError::of("a uprobe", source),
-                _ => ProbeError::Attach {
-                    path: library.mapped.path.display().to_string(),
-                    source,
-                },
-            })?;
+            self.place(program, &library.open, points, pid, &mut links)
+                .map_err(|source| match source.raw_os_error() {
+                    Some(libc::EPERM | libc::EACCES) => ProbeError::of("a uprobe", source),
+                    _ => ProbeError::Attach {
+                        path: library.mapped.path.display().to_string(),
+                        source,
+                    },
+                })?;
         }
         Ok(links)
     }
@@ -202,18 +197,20 @@ impl Probes {
             return Ok(());
         }
         if let Some(programs) = &self.multi {
+            let filter = match pid {
+                Some(pid) if self.picking => {
+                    self.chosen.insert(pid, 1, 0).map_err(io::Error::other)?;
+                    0
+                }
+                Some(pid) => pid,
+                None => 0,
+            };
             let index = PROGRAMS
                 .iter()
                 .position(|name| *name == program)
                 .unwrap_or(0);
             let at_return = program.ends_with("leave");
-            let fd = multi(
-                programs[index].as_fd(),
-                path,
-                points,
-                pid.unwrap_or(0),
-                at_return,
-            )?;
+            let fd = multi(programs[index].as_fd(), path, points, filter, at_return)?;
             links.links.push(Link::Multi(fd));
             return Ok(());
         }
@@ -264,6 +261,17 @@ impl Probes {
             .get(&0, 0)
             .map_err(|error| map_error("PAIRS", error))?;
         Ok(each.iter().sum())
+    }
+
+    /// Makes [`Probes::pairs`] start from 0 again.
+    pub(super) fn reset_pairs(&mut self) -> Result<(), ProbeError> {
+        let cpus = aya::util::nr_cpus()
+            .map_err(|(path, error)| map_error("PAIRS", format!("{path}: {error}")))?;
+        let zeros =
+            PerCpuValues::try_from(vec![0; cpus]).map_err(|error| map_error("PAIRS", error))?;
+        self.pairs
+            .set(0, zeros, 0)
+            .map_err(|error| map_error("PAIRS", error))
     }
 
     /// The name under which the kernel knew process `pid` when it made its first copy.
@@ -400,19 +408,51 @@ fn log_level() -> u8 {
     log::max_level() as u8
 }
 
-/// Links with many sites came with 6.6; until 6.10 their process filter let one thread through only.
-fn links_with_many_sites(reach: Reach) -> bool {
-    if std::env::var_os(FORCE_SINGLE).is_some() {
-        return false;
+/// The links that work here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// One link a function: the only ones before Linux 6.6.
+    SingleSite,
+    /// Links with many sites whose process filter lets one thread through only, as from 6.6 to 6.9. So they fire for all
+    /// processes, and the programs pick.
+    ManySitesPicking,
+    /// Links with many sites.
+    ManySites,
+}
+
+impl Kind {
+    fn of_links(reach: Reach) -> Self {
+        let version = match std::env::var(PRETEND).as_deref() {
+            Ok("single") => (5, 15),
+            Ok("filter") => (6, 8),
+            _ => kernel_version(),
+        };
+        match reach {
+            _ if version < (6, 6) => Self::SingleSite,
+            Reach::All => Self::ManySites,
+            Reach::Chosen if version >= (6, 10) => Self::ManySites,
+            Reach::Chosen if in_first_pid_namespace() => Self::ManySitesPicking,
+            // The programs would not know the chosen ones by the ids that they have here.
+            Reach::Chosen => Self::SingleSite,
+        }
     }
+}
+
+fn kernel_version() -> (u32, u32) {
     let release = nix::sys::utsname::uname()
         .map(|name| name.release().to_string_lossy().into_owned())
         .unwrap_or_default();
     let mut numbers = release
         .split(|c: char| !c.is_ascii_digit())
         .filter_map(|part| part.parse::<u32>().ok());
-    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
-    version >= if reach == Reach::All { (6, 6) } else { (6, 10) }
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
+}
+
+/// True where process ids here are those that the kernel counts by.
+pub fn in_first_pid_namespace() -> bool {
+    // PROC_PID_INIT_INO of the kernel.
+    const FIRST: &str = "pid:[4026531836]";
+    std::fs::read_link("/proc/self/ns/pid").is_ok_and(|link| link.as_os_str() == FIRST)
 }
 
 fn take<M: TryFrom<Map>>(ebpf: &mut Ebpf, name: &'static str) -> Result<M, ProbeError> {

@@ -9,7 +9,7 @@ pub mod table;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
@@ -93,17 +93,17 @@ struct State {
 impl Tracer {
     /// Loads the programs, places probes on what the targets map now, and keeps looking for more.
     pub fn start(targets: Targets) -> Result<Self, TraceError> {
-        let begun = std::time::Instant::now();
+        let begun = Instant::now();
         let scanner = Scanner::new(&targets)?;
         let mut probes = Probes::load(match targets {
             Targets::Pids(_) => Reach::Chosen,
             Targets::All => Reach::All,
         })?;
         log::debug!("programs loaded after {:?}", begun.elapsed());
-        let pair_ns = probes::pair_ns(&mut probes);
+        let (pair_ns, links) = probes::pair_ns(&mut probes);
         log::debug!("cost measured after {:?}", begun.elapsed());
         let mut state = State { probes, scanner };
-        state.scanner.begin(&mut state.probes)?;
+        state.scanner.begin(&mut state.probes, links)?;
         log::debug!("probes in place after {:?}", begun.elapsed());
         let state = Arc::new(Mutex::new(state));
         let (stop, stopped) = mpsc::channel();

@@ -15,7 +15,9 @@ use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process as Proc};
 use super::snapshot::{Process, Snapshot};
 use super::{Targets, TraceError};
 use crate::histogram::Stat;
-use crate::probes::{FileId, Library, Links, Mapped, ProbeError, Probes, Target, rights};
+use crate::probes::{
+    FileId, Library, Links, Mapped, ProbeError, Probes, Target, in_first_pid_namespace, rights,
+};
 
 /// In a trace of all processes, a known one is looked at again once in so many scans.
 const KNOWN_EVERY: u32 = 4;
@@ -34,6 +36,8 @@ pub(super) struct Scanner {
     /// Counts of processes that have ended.
     finished: BTreeMap<CopyKey, Stat>,
     warnings: Vec<String>,
+    /// Probes that have measured what a probe costs.
+    own: Links,
     started: Instant,
     ended_at: Option<Instant>,
     scans: u32,
@@ -84,14 +88,16 @@ impl Scanner {
             shared: HashMap::new(),
             finished: BTreeMap::new(),
             warnings: Vec::new(),
+            own: Links::default(),
             started: Instant::now(),
             ended_at: None,
             scans: 0,
         })
     }
 
-    /// The first scan; the trace counts from its end on.
-    pub fn begin(&mut self, probes: &mut Probes) -> Result<(), TraceError> {
+    /// The first scan; the trace counts from its end on. `own` are probes on this process, taken away with the others.
+    pub fn begin(&mut self, probes: &mut Probes, own: Links) -> Result<(), TraceError> {
+        self.own = own;
         for watched in self.processes.values() {
             if watched.target.number != 0 {
                 probes.name_target(watched.target.number, watched.target.pid)?;
@@ -130,7 +136,8 @@ impl Scanner {
             .processes
             .values_mut()
             .flat_map(|watched| mem::take(&mut watched.links));
-        shared.chain(own).collect()
+        let measuring = mem::take(&mut self.own);
+        shared.chain(own).chain([measuring]).collect()
     }
 
     /// What the kernel has counted, with what ended processes counted.
@@ -443,11 +450,4 @@ fn start_time(pid: u32) -> Option<u64> {
 fn comm(pid: u32) -> Option<String> {
     let comm = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
     Some(comm.trim_end().to_string())
-}
-
-/// True where process ids here are those that the kernel counts by.
-fn in_first_pid_namespace() -> bool {
-    // PROC_PID_INIT_INO of the kernel.
-    const FIRST: &str = "pid:[4026531836]";
-    fs::read_link("/proc/self/ns/pid").is_ok_and(|link| link.as_os_str() == FIRST)
 }
