@@ -347,9 +347,9 @@ pub fn stop_all(
             match Seized::seize(tid) {
                 Ok(seized) => fresh.push(seized),
                 Err(ThreadError::Gone { .. }) => {}
-                // A thread that is exiting refuses too; a second look tells.
-                Err(error) if list().contains(&tid) => return Err(error),
-                Err(_) => {}
+                // A thread that is exiting refuses too, and a main thread that has called pthread_exit stays as a zombie.
+                Err(_) if has_ended(tid) => {}
+                Err(error) => return Err(error),
             }
         }
         let since = *since.get_or_insert_with(Instant::now);
@@ -364,6 +364,17 @@ pub fn stop_all(
                 Err(error) => return Err(error),
             }
         }
+    }
+}
+
+fn has_ended(tid: i32) -> bool {
+    match fs::read_to_string(format!("/proc/{tid}/stat")) {
+        Err(_) => true,
+        // The state follows the name, which is in brackets and may hold anything.
+        Ok(stat) => stat
+            .rsplit(')')
+            .next()
+            .is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X'])),
     }
 }
 

@@ -239,7 +239,8 @@ impl Target {
             return Err(TargetError::KernelThread { pid, comm });
         }
         match status.state.chars().next() {
-            Some('Z' | 'X') => return Err(TargetError::Exited { pid, comm }),
+            // A main thread that has called pthread_exit is a zombie too, with the others still there.
+            Some('Z' | 'X') if status.threads < 2 => return Err(TargetError::Exited { pid, comm }),
             Some('T') => return Err(TargetError::Stopped { pid, comm }),
             _ => {}
         }
