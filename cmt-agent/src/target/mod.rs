@@ -43,8 +43,8 @@ pub enum TargetError {
         /// As given.
         pid: u32,
     },
-    /// It has exited and waits for its parent.
-    #[error("process {pid} ({comm}) has exited")]
+    /// It has exited and waits for its parent, or its main thread has ended: then the kernel shows us no memory.
+    #[error("process {pid} ({comm}) has exited, or its main thread has; it cannot be attached to")]
     Exited {
         /// As given.
         pid: u32,
@@ -239,8 +239,7 @@ impl Target {
             return Err(TargetError::KernelThread { pid, comm });
         }
         match status.state.chars().next() {
-            // A main thread that has called pthread_exit is a zombie too, with the others still there.
-            Some('Z' | 'X') if status.threads < 2 => return Err(TargetError::Exited { pid, comm }),
+            Some('Z' | 'X') => return Err(TargetError::Exited { pid, comm }),
             Some('T') => return Err(TargetError::Stopped { pid, comm }),
             _ => {}
         }
