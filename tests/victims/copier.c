@@ -27,7 +27,7 @@ enum {
 
 static unsigned char *pattern;
 static size_t largest, buffer_bytes;
-static volatile bool stopping;
+static _Atomic bool stopping;
 static _Atomic int running;
 static _Atomic uint64_t moved[2], busy_ns[2], copies, verified_bytes, mismatches;
 
@@ -293,6 +293,19 @@ static void print_progress(double start, struct reading *last)
     *last = r;
 }
 
+/* Waits for SIGUSR1, so that a tracer sees all allocations and copies. */
+static void hold(void)
+{
+    sigset_t go;
+    int signal;
+    sigemptyset(&go);
+    sigaddset(&go, SIGUSR1);
+    pthread_sigmask(SIG_BLOCK, &go, NULL);
+    printf("ready %d\n", getpid());
+    fflush(stdout);
+    sigwait(&go, &signal);
+}
+
 int main(int argc, char **argv)
 {
     options_parse(argc, argv);
@@ -310,6 +323,8 @@ int main(int argc, char **argv)
         printf("ready %d\n", getpid());
     fflush(stdout);
     must(api_load(), "starting CUDA");
+    if (options.hold)
+        hold();
     make_pattern();
     struct worker *workers = calloc((size_t)options.threads, sizeof *workers);
     running = options.threads;
@@ -322,7 +337,7 @@ int main(int argc, char **argv)
     }
     parked_start(options.idle_threads);
     malloc_storm_start(options.malloc_storm);
-    if (options.load_after <= 0)
+    if (options.load_after <= 0 && !options.hold)
         printf("ready %d\n", getpid());
     fflush(stdout);
 

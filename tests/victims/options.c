@@ -13,7 +13,9 @@ static const char usage[] =
     "usage: %s [--threads N] [--bytes A[,B...]] [--seconds S | --calls N] [--async] [--fresh] [--default-kind]\n"
     "          [--pinned] [--per-thread] [--two-d] [--fail-every N] [--idle-threads N] [--malloc-storm N]\n"
     "          [--pause-ms N] [--fork-at S] [--load-after S] [--exact] [--allow-errors]\n"
-    "Sizes take K, M or G. --calls counts the copies of one thread. Without --seconds and --calls: until SIGTERM.\n";
+    "          [--hold]\n"
+    "Sizes take K, M or G. --calls counts the copies of one thread. Without --seconds and --calls: until SIGTERM.\n"
+    "--hold: is ready once CUDA is, and starts to allocate and copy at SIGUSR1.\n";
 
 static size_t size(const char *text, char **end)
 {
@@ -50,6 +52,7 @@ void options_parse(int argc, char **argv)
         {"two-d", 0, 0, '2'},        {"fail-every", 1, 0, 'F'},   {"idle-threads", 1, 0, 'i'},
         {"malloc-storm", 1, 0, 'm'}, {"pause-ms", 1, 0, 'w'},     {"fork-at", 1, 0, 'k'},
         {"load-after", 1, 0, 'l'},   {"exact", 0, 0, 'x'},        {"allow-errors", 0, 0, 'e'},
+        {"hold", 0, 0, 'h'},
         {0}};
     int option;
     while ((option = getopt_long(argc, argv, "", names, NULL)) != -1)
@@ -72,6 +75,7 @@ void options_parse(int argc, char **argv)
         case 'l': options.load_after = atof(optarg); break;
         case 'x': options.exact = true; break;
         case 'e': options.allow_errors = true; break;
+        case 'h': options.hold = true; break;
         default: fprintf(stderr, usage, argv[0]); exit(EXIT_USAGE);
         }
     if (optind < argc) {

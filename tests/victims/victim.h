@@ -14,7 +14,7 @@ struct options {
     int size_count;
     double seconds, fork_at, load_after;
     long calls, fail_every, pause_ms;
-    bool async, fresh, default_kind, pinned, per_thread, two_d, exact, allow_errors;
+    bool async, fresh, default_kind, pinned, per_thread, two_d, exact, allow_errors, hold;
 };
 extern struct options options;
 
