@@ -1,11 +1,12 @@
 //! What a program may rely on when it copies is the same before and after its copier is swapped.
 
 use std::fs;
+use std::process::ExitStatus;
 
 use cmt_tests::{Rung, Victim, cmt, require};
 
 /// What `contract` prints on the stand-in, one line a fact; `attached` says whether its copier is swapped before.
-fn facts(attached: bool) -> Vec<String> {
+fn facts(attached: bool) -> (Vec<String>, ExitStatus) {
     let folder = tempfile::tempdir().expect("a folder");
     let go = folder.path().join("go");
     let victim = Victim::start("contract", ["--wait-file".as_ref(), go.as_os_str()]);
@@ -24,9 +25,8 @@ fn facts(attached: bool) -> Vec<String> {
             staged = calls(0).unwrap_or(0).min(calls(1).unwrap_or(0)).max(staged);
         }
     });
-    assert!(status.success(), "{status}: {facts:#?}");
     assert!(!attached || staged > 0, "nothing was staged");
-    facts
+    (facts, status)
 }
 
 /// The same fact; only where stock waits for a busy stream a swapped copier need not.
@@ -39,7 +39,9 @@ fn a_swapped_copier_keeps_every_promise_of_the_stock_one() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let (stock, swapped) = (facts(false), facts(true));
+    let (stock, stock_status) = facts(false);
+    assert!(stock_status.success(), "{stock_status}: {stock:#?}");
+    let (swapped, swapped_status) = facts(true);
     assert!(stock.len() > 20, "{stock:#?}");
     let differences: Vec<_> = stock
         .iter()
@@ -48,4 +50,5 @@ fn a_swapped_copier_keeps_every_promise_of_the_stock_one() {
         .collect();
     assert!(differences.is_empty(), "stock, swapped: {differences:#?}");
     assert_eq!(stock.len(), swapped.len());
+    assert!(swapped_status.success(), "{swapped_status}");
 }

@@ -9,7 +9,7 @@ mod tool;
 mod victim;
 
 pub use build::{Built, built};
-pub use rung::{Rung, Turn, require};
+pub use rung::{Rung, Turn, libcudart, require};
 pub use tool::{Finished, Running, cmt, cmt_command, spawn_cmt};
 pub use victim::{Footprint, Victim};
 

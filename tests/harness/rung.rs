@@ -2,7 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::thread;
 
@@ -13,7 +13,7 @@ const LOG: &str = "CMT_RUNG_LOG";
 /// When it is 1, a test that cannot run fails.
 const REQUIRE: &str = "CMT_REQUIRE_RUNGS";
 /// Path of NVIDIA's own libcudart.
-pub(crate) const LIBCUDART: &str = "CMT_LIBCUDART";
+const LIBCUDART: &str = "CMT_LIBCUDART";
 
 /// What a test needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +55,15 @@ impl Rung {
             }
         }
     }
+}
+
+/// Path of NVIDIA's own libcudart.
+///
+/// # Panics
+/// On machines where [`Rung::RealLibcudart`] cannot run.
+pub fn libcudart() -> PathBuf {
+    let path = std::env::var_os(LIBCUDART).expect("the rung can run");
+    path.into()
 }
 
 /// Why `cmt doctor` thinks that a command would not work; asked once for each test process.

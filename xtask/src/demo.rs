@@ -9,7 +9,8 @@ use serde_json::Value;
 use crate::workspace::{build_cmt, has_gpu, is_root, line};
 
 const VICTIM: &str = "victim-drv";
-/// Long enough for the one large size as well.
+const SIZES: &str = "1M,16M,64M";
+/// Long enough for copies of each size.
 const WINDOW: &str = "5s";
 
 /// Show trace, attach and detach on a workload of this machine
@@ -78,10 +79,12 @@ impl Workload {
     }
 
     fn command(&self) -> Command {
-        match self {
+        let mut command = match self {
             Self::Gpu => Command::new(built().victim(VICTIM)),
             Self::StandIn => Victim::command(VICTIM),
-        }
+        };
+        command.args(["--bytes", SIZES]);
+        command
     }
 }
 
