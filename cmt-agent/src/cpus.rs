@@ -6,6 +6,13 @@ use std::path::{Path, PathBuf};
 use procfs::ProcResult;
 use procfs::process::Process;
 
+/// Where cgroups of version 2 and the CPU controller of version 1 are mounted.
+const V2_ROOTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
+const V1_ROOTS: [&str; 2] = ["/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct"];
+
+/// Reads the quota of a cgroup's folder.
+type Quota = fn(&Path) -> Option<f64>;
+
 /// The processors that a process may use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cpus {
@@ -23,21 +30,17 @@ impl Cpus {
         let allowed: u32 = ranges.iter().map(|(first, last)| last - first + 1).sum();
         let mut quotas = Vec::new();
         for group in process.cgroups()? {
-            let (roots, read): (&[&str], fn(&Path) -> Option<f64>) =
+            let (roots, read): (_, Quota) =
                 if group.controllers.is_empty() || group.controllers == [""] {
-                    (&["/sys/fs/cgroup", "/sys/fs/cgroup/unified"], quota_v2)
+                    (V2_ROOTS, quota_v2)
                 } else if group.controllers.iter().any(|name| name == "cpu") {
-                    (
-                        &["/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct"],
-                        quota_v1,
-                    )
+                    (V1_ROOTS, quota_v1)
                 } else {
                     continue;
                 };
             for root in roots {
-                quotas.extend(
-                    up_to_root(Path::new(root), &group.pathname).filter_map(|path| read(&path)),
-                );
+                let folders = up_to_root(Path::new(root), &group.pathname);
+                quotas.extend(folders.filter_map(|folder| read(&folder)));
             }
         }
         Ok(Self {

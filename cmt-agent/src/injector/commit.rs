@@ -113,7 +113,8 @@ fn try_commit(
         }
     }
     for thread in stopped.iter_mut() {
-        for patch in patches.iter().filter(|patch| patch.breaks(thread.regs.rip)) {
+        let rip = thread.regs.rip;
+        if let Some(patch) = patches.iter().find(|patch| patch.breaks(rip)) {
             let Some(&(_, to)) = patch
                 .moves
                 .iter()
@@ -123,7 +124,6 @@ fn try_commit(
             };
             thread.regs.rip = to;
             thread.set_regs()?;
-            break;
         }
     }
     for patch in patches {

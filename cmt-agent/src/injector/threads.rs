@@ -256,8 +256,8 @@ impl Stopped {
             return (self.regs.rip, self.regs.rax);
         }
         match self.regs.rax as i64 {
-            // ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND
-            -512 | -513 | -514 => (again, self.regs.orig_rax),
+            // ERESTARTNOHAND, ERESTARTNOINTR, ERESTARTSYS
+            -514..=-512 => (again, self.regs.orig_rax),
             // ERESTART_RESTARTBLOCK
             -516 => (again, libc::SYS_restart_syscall as u64),
             _ if self.was_interrupted() => (again, self.regs.orig_rax),
