@@ -215,7 +215,8 @@ impl State {
 
     /// Whether a copy of `bytes` bytes that must not wait for a stuck stream may continue this draining lane.
     fn can_continue(&self, bytes: u64) -> bool {
-        let free = self.pinned.bytes() as u64 - (self.head - self.arrived);
+        let in_flight = self.head.saturating_sub(self.arrived);
+        let free = (self.pinned.bytes() as u64).saturating_sub(in_flight);
         free >= bytes + SLICE_MAX_BYTES || self.stalled_at != Some(self.completed)
     }
 

@@ -42,23 +42,29 @@ impl Pinned {
     /// A ring of `ring_bytes` bytes (a power of two between 1 MiB and [`RING_MAX_BYTES`]), or a smaller one where that
     /// cannot be had; `None` if there is no pinned memory at all. The context it is for must be current.
     pub(crate) fn new(driver: &Driver, ring_bytes: usize) -> Option<Self> {
-        let mut pinned = Self::map()?;
+        Self::map()
+            .and_then(|mapped| mapped.register_most_of(driver, ring_bytes))
+            .or_else(|| Self::allocate(driver, ring_bytes))
+    }
+
+    /// Registers `ring_bytes` bytes of a new mapping, or less where the driver has too little memory.
+    fn register_most_of(mut self, driver: &Driver, ring_bytes: usize) -> Option<Self> {
         let mut bytes = ring_bytes;
         while bytes >= SLICE_MAX_BYTES as usize {
-            match pinned.register(driver, 0, bytes) {
-                Ok(()) => match driver.device_pointer(pinned.word_address()) {
-                    Some(device) => {
-                        pinned.word_device = device;
-                        return Some(pinned);
-                    }
-                    None => break,
-                },
+            match self.register(driver, 0, bytes) {
                 Err(code::OUT_OF_MEMORY) => bytes /= 4,
                 Err(_) => break,
+                Ok(()) => match driver.device_pointer(self.word_address()) {
+                    None => break,
+                    Some(device) => {
+                        self.word_device = device;
+                        return Some(self);
+                    }
+                },
             }
         }
-        pinned.free(driver, true);
-        Self::allocate(driver, ring_bytes)
+        self.free(driver, true);
+        None
     }
 
     /// Address space for the largest ring; nothing of it is touched yet.

@@ -19,8 +19,9 @@ const SPIN_BUSY: Duration = Duration::from_micros(100);
 const SPIN_IDLE: Duration = Duration::from_micros(50);
 /// Looks at the boards between two looks at the clock.
 const LOOKS: u32 = 32;
-/// Enough for a memcpy and for a handler of the application's that a fault in its memory may call.
-const STACK_BYTES: usize = 256 << 10;
+/// Enough for a memcpy and for a handler of the application's that a fault in its memory may call. The larger one is for
+/// programs whose thread-local variables, which lie on the stack, do not fit into the smaller.
+const STACK_BYTES: [usize; 2] = [256 << 10, 4 << 20];
 
 /// The helpers and what they share with callers.
 pub(crate) struct Crew {
@@ -226,21 +227,23 @@ fn spawn(start: Box<Start>) -> Option<libc::pthread_t> {
             drop(Box::from_raw(start));
             return None;
         }
-        libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), STACK_BYTES);
         libc::sigfillset(blocked.as_mut_ptr());
         for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE] {
             libc::sigdelset(blocked.as_mut_ptr(), fault);
         }
         libc::pthread_sigmask(libc::SIG_SETMASK, blocked.as_ptr(), before.as_mut_ptr());
-        let result = libc::pthread_create(
-            thread.as_mut_ptr(),
-            attributes.as_ptr(),
-            run,
-            start.cast::<c_void>(),
-        );
+        let mut created = false;
+        for bytes in STACK_BYTES {
+            libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), bytes);
+            let (thread, start) = (thread.as_mut_ptr(), start.cast::<c_void>());
+            created = libc::pthread_create(thread, attributes.as_ptr(), run, start) == 0;
+            if created {
+                break;
+            }
+        }
         libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), null_mut());
         libc::pthread_attr_destroy(attributes.as_mut_ptr());
-        if result != 0 {
+        if !created {
             drop(Box::from_raw(start));
             return None;
         }
