@@ -94,7 +94,7 @@ CUresult capture_unsafe_call_unlocked(void)
     return result;
 }
 
-CUresult capture_synchronous(CUstream stream)
+CUresult capture_synchronous_copy(CUstream stream)
 {
     if (active_count == 0)
         return CUDA_SUCCESS;
@@ -104,7 +104,13 @@ CUresult capture_synchronous(CUstream stream)
     }
     if (stream->legacy && break_blocking(stream->context))
         return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-    return capture_unsafe_call();
+    return CUDA_SUCCESS;
+}
+
+CUresult capture_synchronous(CUstream stream)
+{
+    CUresult result = capture_synchronous_copy(stream);
+    return result == CUDA_SUCCESS ? capture_unsafe_call() : result;
 }
 
 CUresult capture_context_synchronous(CUcontext context)

@@ -9,8 +9,9 @@
 /* A busy stream takes an asynchronous HtoD copy up to this size without waiting (driver 580.159.04). */
 enum { STAGED_AT_ONCE_BYTES = 1 << 20 };
 
-/* What the function's name promises about a side. */
-enum side { SIDE_ANY, SIDE_HOST, SIDE_DEVICE };
+/* What a function demands of a side: SIDE_DEVICE is memory that the driver knows. A "host" side may be device memory
+ * too under unified addressing. */
+enum side { SIDE_ANY, SIDE_HOST = SIDE_ANY, SIDE_DEVICE };
 
 struct request {
     struct transfer transfer;
@@ -26,11 +27,7 @@ static size_t span(size_t width, size_t height, size_t depth, size_t pitch, size
 
 static bool allowed(enum side side, enum kind kind)
 {
-    if (kind == KIND_STRADDLING)
-        return false;
-    if (side == SIDE_HOST)
-        return kind != KIND_DEVICE;
-    return side == SIDE_ANY || kind != KIND_PAGEABLE;
+    return kind != KIND_STRADDLING && (side == SIDE_ANY || kind != KIND_PAGEABLE);
 }
 
 /* Fills the copy part of `work`; 1 where the driver refuses the addresses. */
@@ -62,6 +59,14 @@ static bool injected_failure(void)
     return knobs.fail_copy_every && ++calls % knobs.fail_copy_every == 0;
 }
 
+/* Spoils a byte of every N-th copy, so that tests can see that wrong bytes are noticed. */
+static void corrupt(const struct transfer *t)
+{
+    static _Atomic uint64_t calls;
+    if (knobs.corrupt_every && ++calls % knobs.corrupt_every == 0)
+        t->dst[t->width / 2] ^= 1;
+}
+
 static bool stages_without_waiting(const struct work *work, size_t bytes)
 {
     return work->copy.pageable && work->copy.lane == LANE_HTOD && bytes <= STAGED_AT_ONCE_BYTES;
@@ -75,6 +80,7 @@ static void run_here(CUstream stream, struct work *work)
     ticket_wait(&ticket);
     pthread_mutex_unlock(&sched);
     work_run(work);
+    corrupt(&work->copy.transfer);
     pthread_mutex_lock(&sched);
     ticket_finish(&ticket);
 }
@@ -121,7 +127,7 @@ static CUresult copy(const struct request *request)
     pthread_mutex_lock(&sched);
     result = stream_resolve(request->stream, request->per_thread, &stream);
     if (result == CUDA_SUCCESS)
-        result = request->synchronous ? capture_synchronous(stream) : capture_work(stream, &work, &taken);
+        result = request->synchronous ? capture_synchronous_copy(stream) : capture_work(stream, &work, &taken);
     if (result == CUDA_SUCCESS && !taken && bytes) {
         stage = !request->synchronous && stages_without_waiting(&work, bytes) && !stream_idle(stream);
         if (!stage && (request->synchronous || work.copy.pageable))

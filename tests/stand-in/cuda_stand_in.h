@@ -224,24 +224,24 @@ CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t bytes,
 CUresult cuMemsetD8Async_ptsz(CUdeviceptr address, unsigned char value, size_t bytes, CUstream stream);
 
 /* Driver: copies. _ptds and _ptsz are the twins for which a null stream is the per-thread one. */
-#define DECLARE_COPY(name, twin, ...) CUresult name(__VA_ARGS__); CUresult name##twin(__VA_ARGS__);
-DECLARE_COPY(cuMemcpyHtoD_v2, _ptds, CUdeviceptr dst, const void *src, size_t bytes)
-DECLARE_COPY(cuMemcpyDtoH_v2, _ptds, void *dst, CUdeviceptr src, size_t bytes)
-DECLARE_COPY(cuMemcpyDtoD_v2, _ptds, CUdeviceptr dst, CUdeviceptr src, size_t bytes)
-DECLARE_COPY(cuMemcpy, _ptds, CUdeviceptr dst, CUdeviceptr src, size_t bytes)
-DECLARE_COPY(cuMemcpyPeer, _ptds, CUdeviceptr dst, CUcontext dst_context, CUdeviceptr src, CUcontext src_context,
+#define DECLARE_TWINS(name, twin, ...) CUresult name(__VA_ARGS__); CUresult name##twin(__VA_ARGS__);
+DECLARE_TWINS(cuMemcpyHtoD_v2, _ptds, CUdeviceptr dst, const void *src, size_t bytes)
+DECLARE_TWINS(cuMemcpyDtoH_v2, _ptds, void *dst, CUdeviceptr src, size_t bytes)
+DECLARE_TWINS(cuMemcpyDtoD_v2, _ptds, CUdeviceptr dst, CUdeviceptr src, size_t bytes)
+DECLARE_TWINS(cuMemcpy, _ptds, CUdeviceptr dst, CUdeviceptr src, size_t bytes)
+DECLARE_TWINS(cuMemcpyPeer, _ptds, CUdeviceptr dst, CUcontext dst_context, CUdeviceptr src, CUcontext src_context,
              size_t bytes)
-DECLARE_COPY(cuMemcpyHtoDAsync_v2, _ptsz, CUdeviceptr dst, const void *src, size_t bytes, CUstream stream)
-DECLARE_COPY(cuMemcpyDtoHAsync_v2, _ptsz, void *dst, CUdeviceptr src, size_t bytes, CUstream stream)
-DECLARE_COPY(cuMemcpyDtoDAsync_v2, _ptsz, CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream)
-DECLARE_COPY(cuMemcpyAsync, _ptsz, CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream)
-DECLARE_COPY(cuMemcpyPeerAsync, _ptsz, CUdeviceptr dst, CUcontext dst_context, CUdeviceptr src, CUcontext src_context,
+DECLARE_TWINS(cuMemcpyHtoDAsync_v2, _ptsz, CUdeviceptr dst, const void *src, size_t bytes, CUstream stream)
+DECLARE_TWINS(cuMemcpyDtoHAsync_v2, _ptsz, void *dst, CUdeviceptr src, size_t bytes, CUstream stream)
+DECLARE_TWINS(cuMemcpyDtoDAsync_v2, _ptsz, CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream)
+DECLARE_TWINS(cuMemcpyAsync, _ptsz, CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream)
+DECLARE_TWINS(cuMemcpyPeerAsync, _ptsz, CUdeviceptr dst, CUcontext dst_context, CUdeviceptr src, CUcontext src_context,
              size_t bytes, CUstream stream)
-DECLARE_COPY(cuMemcpy2D_v2, _ptds, const CUDA_MEMCPY2D *copy)
-DECLARE_COPY(cuMemcpy2DUnaligned_v2, _ptds, const CUDA_MEMCPY2D *copy)
-DECLARE_COPY(cuMemcpy2DAsync_v2, _ptsz, const CUDA_MEMCPY2D *copy, CUstream stream)
-DECLARE_COPY(cuMemcpy3D_v2, _ptds, const CUDA_MEMCPY3D *copy)
-DECLARE_COPY(cuMemcpy3DAsync_v2, _ptsz, const CUDA_MEMCPY3D *copy, CUstream stream)
+DECLARE_TWINS(cuMemcpy2D_v2, _ptds, const CUDA_MEMCPY2D *copy)
+DECLARE_TWINS(cuMemcpy2DUnaligned_v2, _ptds, const CUDA_MEMCPY2D *copy)
+DECLARE_TWINS(cuMemcpy2DAsync_v2, _ptsz, const CUDA_MEMCPY2D *copy, CUstream stream)
+DECLARE_TWINS(cuMemcpy3D_v2, _ptds, const CUDA_MEMCPY3D *copy)
+DECLARE_TWINS(cuMemcpy3DAsync_v2, _ptsz, const CUDA_MEMCPY3D *copy, CUstream stream)
 
 /* Driver: streams, events, capture */
 CUresult cuStreamCreate(CUstream *stream, unsigned flags);
@@ -257,18 +257,19 @@ CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode);
 CUresult cuGraphInstantiateWithFlags(CUgraphExec *executable, CUgraph graph, unsigned long long flags);
 CUresult cuGraphDestroy(CUgraph graph);
 CUresult cuGraphExecDestroy(CUgraphExec executable);
-DECLARE_COPY(cuStreamSynchronize, _ptsz, CUstream stream)
-DECLARE_COPY(cuStreamQuery, _ptsz, CUstream stream)
-DECLARE_COPY(cuStreamGetFlags, _ptsz, CUstream stream, unsigned *flags)
-DECLARE_COPY(cuStreamGetPriority, _ptsz, CUstream stream, int *priority)
-DECLARE_COPY(cuStreamWaitEvent, _ptsz, CUstream stream, CUevent event, unsigned flags)
-DECLARE_COPY(cuStreamWriteValue32_v2, _ptsz, CUstream stream, CUdeviceptr address, uint32_t value, unsigned flags)
-DECLARE_COPY(cuLaunchHostFunc, _ptsz, CUstream stream, CUhostFn function, void *user_data)
-DECLARE_COPY(cuEventRecord, _ptsz, CUevent event, CUstream stream)
-DECLARE_COPY(cuStreamBeginCapture_v2, _ptsz, CUstream stream, CUstreamCaptureMode mode)
-DECLARE_COPY(cuStreamEndCapture, _ptsz, CUstream stream, CUgraph *graph)
-DECLARE_COPY(cuStreamIsCapturing, _ptsz, CUstream stream, CUstreamCaptureStatus *status)
-DECLARE_COPY(cuGraphLaunch, _ptsz, CUgraphExec executable, CUstream stream)
+DECLARE_TWINS(cuStreamSynchronize, _ptsz, CUstream stream)
+DECLARE_TWINS(cuStreamQuery, _ptsz, CUstream stream)
+DECLARE_TWINS(cuStreamGetId, _ptsz, CUstream stream, unsigned long long *id)
+DECLARE_TWINS(cuStreamGetFlags, _ptsz, CUstream stream, unsigned *flags)
+DECLARE_TWINS(cuStreamGetPriority, _ptsz, CUstream stream, int *priority)
+DECLARE_TWINS(cuStreamWaitEvent, _ptsz, CUstream stream, CUevent event, unsigned flags)
+DECLARE_TWINS(cuStreamWriteValue32_v2, _ptsz, CUstream stream, CUdeviceptr address, uint32_t value, unsigned flags)
+DECLARE_TWINS(cuLaunchHostFunc, _ptsz, CUstream stream, CUhostFn function, void *user_data)
+DECLARE_TWINS(cuEventRecord, _ptsz, CUevent event, CUstream stream)
+DECLARE_TWINS(cuStreamBeginCapture_v2, _ptsz, CUstream stream, CUstreamCaptureMode mode)
+DECLARE_TWINS(cuStreamEndCapture, _ptsz, CUstream stream, CUgraph *graph)
+DECLARE_TWINS(cuStreamIsCapturing, _ptsz, CUstream stream, CUstreamCaptureStatus *status)
+DECLARE_TWINS(cuGraphLaunch, _ptsz, CUgraphExec executable, CUstream stream)
 
 /* Runtime */
 typedef int cudaError_t;
@@ -352,24 +353,24 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGraph_t graph, unsigned long long flags);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable);
-DECLARE_COPY(cudaMemcpy, _ptds, void *dst, const void *src, size_t bytes, int kind)
-DECLARE_COPY(cudaMemcpyAsync, _ptsz, void *dst, const void *src, size_t bytes, int kind, cudaStream_t stream)
-DECLARE_COPY(cudaMemcpy2D, _ptds, void *dst, size_t dpitch, const void *src, size_t spitch, size_t width,
+DECLARE_TWINS(cudaMemcpy, _ptds, void *dst, const void *src, size_t bytes, int kind)
+DECLARE_TWINS(cudaMemcpyAsync, _ptsz, void *dst, const void *src, size_t bytes, int kind, cudaStream_t stream)
+DECLARE_TWINS(cudaMemcpy2D, _ptds, void *dst, size_t dpitch, const void *src, size_t spitch, size_t width,
              size_t height, int kind)
-DECLARE_COPY(cudaMemcpy2DAsync, _ptsz, void *dst, size_t dpitch, const void *src, size_t spitch, size_t width,
+DECLARE_TWINS(cudaMemcpy2DAsync, _ptsz, void *dst, size_t dpitch, const void *src, size_t spitch, size_t width,
              size_t height, int kind, cudaStream_t stream)
-DECLARE_COPY(cudaMemcpy3D, _ptds, const struct cudaMemcpy3DParms *copy)
-DECLARE_COPY(cudaMemcpy3DAsync, _ptsz, const struct cudaMemcpy3DParms *copy, cudaStream_t stream)
-DECLARE_COPY(cudaMemset, _ptds, void *address, int value, size_t bytes)
-DECLARE_COPY(cudaMemsetAsync, _ptsz, void *address, int value, size_t bytes, cudaStream_t stream)
-DECLARE_COPY(cudaStreamSynchronize, _ptsz, cudaStream_t stream)
-DECLARE_COPY(cudaStreamQuery, _ptsz, cudaStream_t stream)
-DECLARE_COPY(cudaStreamWaitEvent, _ptsz, cudaStream_t stream, cudaEvent_t event, unsigned flags)
-DECLARE_COPY(cudaLaunchHostFunc, _ptsz, cudaStream_t stream, CUhostFn function, void *user_data)
-DECLARE_COPY(cudaEventRecord, _ptsz, cudaEvent_t event, cudaStream_t stream)
-DECLARE_COPY(cudaStreamBeginCapture, _ptsz, cudaStream_t stream, CUstreamCaptureMode mode)
-DECLARE_COPY(cudaStreamEndCapture, _ptsz, cudaStream_t stream, cudaGraph_t *graph)
-DECLARE_COPY(cudaStreamIsCapturing, _ptsz, cudaStream_t stream, CUstreamCaptureStatus *status)
-DECLARE_COPY(cudaGraphLaunch, _ptsz, cudaGraphExec_t executable, cudaStream_t stream)
+DECLARE_TWINS(cudaMemcpy3D, _ptds, const struct cudaMemcpy3DParms *copy)
+DECLARE_TWINS(cudaMemcpy3DAsync, _ptsz, const struct cudaMemcpy3DParms *copy, cudaStream_t stream)
+DECLARE_TWINS(cudaMemset, _ptds, void *address, int value, size_t bytes)
+DECLARE_TWINS(cudaMemsetAsync, _ptsz, void *address, int value, size_t bytes, cudaStream_t stream)
+DECLARE_TWINS(cudaStreamSynchronize, _ptsz, cudaStream_t stream)
+DECLARE_TWINS(cudaStreamQuery, _ptsz, cudaStream_t stream)
+DECLARE_TWINS(cudaStreamWaitEvent, _ptsz, cudaStream_t stream, cudaEvent_t event, unsigned flags)
+DECLARE_TWINS(cudaLaunchHostFunc, _ptsz, cudaStream_t stream, CUhostFn function, void *user_data)
+DECLARE_TWINS(cudaEventRecord, _ptsz, cudaEvent_t event, cudaStream_t stream)
+DECLARE_TWINS(cudaStreamBeginCapture, _ptsz, cudaStream_t stream, CUstreamCaptureMode mode)
+DECLARE_TWINS(cudaStreamEndCapture, _ptsz, cudaStream_t stream, cudaGraph_t *graph)
+DECLARE_TWINS(cudaStreamIsCapturing, _ptsz, cudaStream_t stream, CUstreamCaptureStatus *status)
+DECLARE_TWINS(cudaGraphLaunch, _ptsz, cudaGraphExec_t executable, cudaStream_t stream)
 
 #endif

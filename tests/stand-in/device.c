@@ -37,6 +37,7 @@ static void initialise(void)
     knobs.hostalloc_limit_bytes = (size_t)number("STANDIN_FAIL_HOSTALLOC_AFTER", 1e18);
     knobs.fail_copy_every = (uint64_t)number("STANDIN_FAIL_COPY_EVERY", 0);
     knobs.fail_copy_code = (int)number("STANDIN_FAIL_COPY_CODE", CUDA_ERROR_ILLEGAL_ADDRESS);
+    knobs.corrupt_every = (uint64_t)number("STANDIN_CORRUPT_EVERY", 0);
     knobs.no_write_value = number("STANDIN_NO_WRITE_VALUE", 0) != 0;
     knobs.host_page_tables = number("STANDIN_HOST_PAGE_TABLES", 0) != 0;
     knobs.log = number("STANDIN_LOG", 0) != 0;
@@ -251,11 +252,12 @@ EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function, int ver
     if (library)
         dlclose(library);
     if (status)
-        *status = *function ? 0 : 1;
-    return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+        *status = *function ? 0 : 1; /* CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND */
+    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuGetProcAddress(const char *symbol, void **function, int version, uint64_t flags)
 {
-    return cuGetProcAddress_v2(symbol, function, version, flags, NULL);
+    CUresult result = cuGetProcAddress_v2(symbol, function, version, flags, NULL);
+    return result == CUDA_SUCCESS && !*function ? CUDA_ERROR_NOT_FOUND : result;
 }

@@ -110,6 +110,17 @@ static CUresult cuStreamQuery_flavour(bool per_thread, CUstream handle)
 }
 TWINS(cuStreamQuery, (CUstream stream), ARGS(stream))
 
+static CUresult cuStreamGetId_flavour(bool per_thread, CUstream handle, unsigned long long *id)
+{
+    ENTER();
+    CUstream stream;
+    result = stream_resolve(handle, per_thread, &stream);
+    if (result == CUDA_SUCCESS)
+        *id = stream->id;
+    LEAVE(result);
+}
+TWINS(cuStreamGetId, (CUstream stream, unsigned long long *id), ARGS(stream, id))
+
 static CUresult cuStreamGetFlags_flavour(bool per_thread, CUstream handle, unsigned *flags)
 {
     ENTER();

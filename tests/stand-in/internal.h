@@ -18,7 +18,7 @@ struct knobs {
     double pinned_gbps, pageable_gbps;
     uint64_t call_ns;
     size_t hostalloc_limit_bytes, memory_bytes;
-    uint64_t fail_copy_every;
+    uint64_t fail_copy_every, corrupt_every;
     int fail_copy_code, devices;
     bool no_write_value, host_page_tables, log;
 };
@@ -48,6 +48,8 @@ void link_init(void);
 /* memory.c: which memory an address belongs to. */
 enum kind { KIND_PAGEABLE, KIND_PINNED, KIND_REGISTERED, KIND_MANAGED, KIND_DEVICE, KIND_STRADDLING };
 CUresult memory_init(void);
+/* The driver looks up the first address: what starts in ordinary memory is ordinary, wherever it ends; what starts in
+ * memory that it knows must end there (driver 580.159.04). */
 enum kind memory_kind(uintptr_t address, size_t bytes);
 void memory_release_context(CUcontext context);
 /* Ends a device or managed allocation; 1 if `address` starts none. */
@@ -84,6 +86,7 @@ struct item {
 struct CUstream_st {
     CUcontext context;
     CUstream next; /* in the context */
+    unsigned long long id;
     int references, priority;
     unsigned flags;
     bool legacy, alive;
@@ -127,7 +130,9 @@ CUresult context_current_locked(CUcontext *context);
 /* capture.c; `sched` held. */
 /* For work about to enter `stream`: *taken says that it became a node of a graph. */
 CUresult capture_work(CUstream stream, const struct work *work, bool *taken);
-/* For a call that synchronises with `stream`: 906 or 900 and a broken capture while one is on. */
+/* For a synchronous copy: it meets only the captures that its own stream has to do with. */
+CUresult capture_synchronous_copy(CUstream stream);
+/* For a call that waits for `stream` or asks for its state: unsafe under any global capture besides. */
 CUresult capture_synchronous(CUstream stream);
 /* For a call that global-mode captures forbid. */
 CUresult capture_unsafe_call(void);

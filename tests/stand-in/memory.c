@@ -15,6 +15,7 @@ struct range {
     uintptr_t base;
     size_t bytes;
     enum kind kind;
+    bool pooled;
     unsigned flags;
     unsigned long long id;
     CUcontext context;
@@ -65,7 +66,7 @@ static bool overlaps(uintptr_t address, size_t bytes)
     return at < range_count && ranges[at].base < address + bytes;
 }
 
-static void insert(uintptr_t base, size_t bytes, enum kind kind, unsigned flags, CUcontext context)
+static void insert(uintptr_t base, size_t bytes, enum kind kind, bool pooled, unsigned flags, CUcontext context)
 {
     if (range_count == range_capacity) {
         range_capacity = range_capacity ? 2 * range_capacity : 64;
@@ -73,7 +74,7 @@ static void insert(uintptr_t base, size_t bytes, enum kind kind, unsigned flags,
     }
     size_t at = position(base);
     memmove(&ranges[at + 1], &ranges[at], (range_count - at) * sizeof *ranges);
-    ranges[at] = (struct range){base, bytes, kind, flags, ++last_id, context};
+    ranges[at] = (struct range){base, bytes, kind, pooled, flags, ++last_id, context};
     range_count++;
 }
 
@@ -111,8 +112,6 @@ enum kind memory_kind(uintptr_t address, size_t bytes)
     const struct range *range = find(address);
     if (range)
         kind = address + bytes <= range->base + range->bytes ? range->kind : KIND_STRADDLING;
-    else if (overlaps(address, bytes))
-        kind = KIND_STRADDLING;
     pthread_rwlock_unlock(&ranges_lock);
     return kind;
 }
@@ -126,11 +125,12 @@ void memory_release_context(CUcontext context)
     pthread_rwlock_unlock(&ranges_lock);
 }
 
-static CUresult release(uintptr_t address, bool (*accepts)(enum kind), CUresult otherwise)
+/* Ends the range that starts at `address`; `unknown` is the error for memory that the driver does not know. */
+static CUresult release(uintptr_t address, bool (*accepts)(enum kind), CUresult unknown)
 {
     pthread_rwlock_wrlock(&ranges_lock);
     struct range *range = find(address);
-    CUresult result = otherwise;
+    CUresult result = range ? CUDA_ERROR_INVALID_VALUE : unknown;
     if (range && range->base == address && accepts(range->kind)) {
         forget(range);
         result = CUDA_SUCCESS;
@@ -171,7 +171,7 @@ static uintptr_t device_room(size_t bytes)
     return region + knobs.memory_bytes - at >= bytes ? at : 0;
 }
 
-static CUresult device_alloc(CUdeviceptr *address, size_t bytes, CUcontext context)
+static CUresult device_alloc(CUdeviceptr *address, size_t bytes, bool pooled, CUcontext context)
 {
     if (!address || bytes == 0)
         return CUDA_ERROR_INVALID_VALUE;
@@ -180,7 +180,7 @@ static CUresult device_alloc(CUdeviceptr *address, size_t bytes, CUcontext conte
     pthread_rwlock_wrlock(&ranges_lock);
     uintptr_t base = device_room(whole_pages(bytes));
     if (base) {
-        insert(base, bytes, KIND_DEVICE, 0, context);
+        insert(base, bytes, KIND_DEVICE, pooled, 0, context);
         device_bytes += whole_pages(bytes);
         *address = base;
     }
@@ -206,7 +206,7 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
 {
     CUcontext context;
     CUresult result = enter_unsafe(&context);
-    return result == CUDA_SUCCESS ? device_alloc(address, bytes, context) : result;
+    return result == CUDA_SUCCESS ? device_alloc(address, bytes, false, context) : result;
 }
 
 EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
@@ -225,15 +225,18 @@ EXPORT CUresult cuMemHostAlloc(void **address, size_t bytes, unsigned flags)
     CUresult result = enter_unsafe(&context);
     if (result != CUDA_SUCCESS)
         return result;
-    if (!address || bytes == 0 || flags > 7)
+    if (!address || flags > 7)
         return CUDA_ERROR_INVALID_VALUE;
+    *address = NULL;
+    if (bytes == 0)
+        return CUDA_SUCCESS;
     pthread_rwlock_wrlock(&ranges_lock);
     void *memory = MAP_FAILED;
     if (bytes <= knobs.hostalloc_limit_bytes && pinned_bytes <= knobs.hostalloc_limit_bytes - bytes)
         memory = mmap(NULL, whole_pages(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE,
                       -1, 0);
     if (memory != MAP_FAILED) {
-        insert((uintptr_t)memory, bytes, KIND_PINNED, flags | CU_MEMHOSTALLOC_DEVICEMAP, context);
+        insert((uintptr_t)memory, bytes, KIND_PINNED, false, flags | CU_MEMHOSTALLOC_DEVICEMAP, context);
         pinned_bytes += bytes;
         *address = memory;
     }
@@ -251,7 +254,7 @@ EXPORT CUresult cuMemFreeHost(void *address)
 {
     CUcontext context;
     CUresult result = enter_unsafe(&context);
-    if (result != CUDA_SUCCESS)
+    if (result != CUDA_SUCCESS || !address)
         return result;
     drain(context);
     trace_call("cuMemFreeHost %p", address);
@@ -268,11 +271,13 @@ EXPORT CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags
         return CUDA_ERROR_INVALID_VALUE;
     pthread_rwlock_wrlock(&ranges_lock);
     if (overlaps((uintptr_t)address, bytes))
-        result = CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+        result = ranges[position((uintptr_t)address)].kind == KIND_REGISTERED
+                     ? CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
+                     : CUDA_ERROR_INVALID_VALUE;
     else if (bytes > knobs.hostalloc_limit_bytes || pinned_bytes > knobs.hostalloc_limit_bytes - bytes)
         result = CUDA_ERROR_OUT_OF_MEMORY;
     else {
-        insert((uintptr_t)address, bytes, KIND_REGISTERED, flags, context);
+        insert((uintptr_t)address, bytes, KIND_REGISTERED, false, flags, context);
         pinned_bytes += bytes;
     }
     pthread_rwlock_unlock(&ranges_lock);
@@ -331,7 +336,7 @@ EXPORT CUresult cuMemAllocManaged(CUdeviceptr *address, size_t bytes, unsigned f
     if (memory == MAP_FAILED)
         return CUDA_ERROR_OUT_OF_MEMORY;
     pthread_rwlock_wrlock(&ranges_lock);
-    insert((uintptr_t)memory, bytes, KIND_MANAGED, flags, context);
+    insert((uintptr_t)memory, bytes, KIND_MANAGED, false, flags, context);
     pthread_rwlock_unlock(&ranges_lock);
     *address = (uintptr_t)memory;
     return CUDA_SUCCESS;
@@ -381,7 +386,7 @@ static CUresult alloc_async(CUdeviceptr *address, size_t bytes, CUstream handle,
     pthread_mutex_lock(&sched);
     result = stream_resolve(handle, per_thread, &stream);
     pthread_mutex_unlock(&sched);
-    return result == CUDA_SUCCESS ? device_alloc(address, bytes, context) : result;
+    return result == CUDA_SUCCESS ? device_alloc(address, bytes, true, context) : result;
 }
 
 static CUresult free_async(CUdeviceptr address, CUstream handle, bool per_thread)
@@ -420,48 +425,70 @@ EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr address, CUstream stream)
     return free_async(address, stream, true);
 }
 
-/* Writes one attribute of an address; a null range (ordinary memory) writes zeros. */
-static CUresult attribute_of(const struct range *range, void *value, CUpointer_attribute attribute, CUdeviceptr address)
+/* What the driver says about memory that it does not know: no context, no type, the address itself as host pointer, no
+ * device (-2); range and flags are left as the caller had them. */
+static CUresult attribute_of_unknown(void *value, CUpointer_attribute attribute, CUdeviceptr address)
 {
-    bool host = range && range->kind != KIND_DEVICE;
     switch (attribute) {
     case CU_POINTER_ATTRIBUTE_CONTEXT:
-        *(CUcontext *)value = range ? range->context : NULL;
+    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
+    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
+        *(CUdeviceptr *)value = 0;
+        break;
+    case CU_POINTER_ATTRIBUTE_HOST_POINTER:
+        *(CUdeviceptr *)value = address;
+        break;
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
+        *(unsigned *)value = 0;
+        break;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+        *(int *)value = -2;
+        break;
+    }
+    return CUDA_SUCCESS;
+}
+
+static CUresult attribute_of(const struct range *range, void *value, CUpointer_attribute attribute, CUdeviceptr address)
+{
+    if (!range)
+        return attribute_of_unknown(value, attribute, address);
+    switch (attribute) {
+    case CU_POINTER_ATTRIBUTE_CONTEXT:
+        *(CUcontext *)value = range->pooled ? NULL : range->context;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
-        *(unsigned *)value = !range                ? 0
-                             : on_device(range->kind) ? CU_MEMORYTYPE_DEVICE
-                                                      : CU_MEMORYTYPE_HOST;
+        *(unsigned *)value = on_device(range->kind) ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
-        *(CUdeviceptr *)value = range ? address : 0;
+        *(CUdeviceptr *)value = address;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_HOST_POINTER:
-        *(CUdeviceptr *)value = host ? address : 0;
+        *(CUdeviceptr *)value = range->kind == KIND_DEVICE ? 0 : address;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
         *(unsigned *)value = 0;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_BUFFER_ID:
-        *(unsigned long long *)value = range ? range->id : 0;
+        *(unsigned long long *)value = range->id;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_IS_MANAGED:
-        *(unsigned *)value = range && range->kind == KIND_MANAGED;
+        *(unsigned *)value = range->kind == KIND_MANAGED;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-        *(int *)value = range ? range->context->device : 0;
+        *(int *)value = range->context->device;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-        *(CUdeviceptr *)value = range ? range->base : 0;
+        *(CUdeviceptr *)value = range->base;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
-        *(size_t *)value = range ? range->bytes : 0;
+        *(size_t *)value = range->bytes;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MAPPED:
-        *(unsigned char *)value = range != NULL;
+        *(unsigned char *)value = 1;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
-        *(CUmemoryPool *)value = NULL;
+        *(CUmemoryPool *)value = range->pooled ? (CUmemoryPool)&device_bytes : NULL;
         return CUDA_SUCCESS;
     default:
         return CUDA_ERROR_INVALID_VALUE;

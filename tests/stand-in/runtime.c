@@ -66,12 +66,14 @@ static void load_driver(void)
         return;
     enum { VERSION = 13000 };
     bool complete = true;
-#define FIND(name, base) complete &= find(#base, (void **)&driver.name, VERSION, 0, NULL) == CUDA_SUCCESS;
+#define FIND(name, base) complete &= find(#base, (void **)&driver.name, VERSION, 0, NULL) == 0 && driver.name;
     PLAIN_FUNCTIONS(FIND)
 #define FIND_BOTH(name, base)                                                                                          \
-    complete &= find(#base, (void **)&driver.name[0], VERSION, CU_GET_PROC_ADDRESS_LEGACY_STREAM, NULL) == 0;          \
+    complete &= find(#base, (void **)&driver.name[0], VERSION, CU_GET_PROC_ADDRESS_LEGACY_STREAM, NULL) == 0 &&        \
+                driver.name[0];                                                                                        \
     complete &= find(#base, (void **)&driver.name[1], VERSION, CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM,          \
-                     NULL) == 0;
+                     NULL) == 0 &&                                                                                     \
+                driver.name[1];
     STREAM_FUNCTIONS(FIND_BOTH)
     if (complete)
         driver_state = driver.cuInit(0);

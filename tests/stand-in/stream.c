@@ -201,6 +201,8 @@ void context_drain(CUcontext context)
 CUresult stream_new(CUcontext context, unsigned flags, int priority, bool legacy, CUstream *result)
 {
     CUstream stream = calloc(1, sizeof *stream);
+    static unsigned long long last_id;
+    stream->id = ++last_id;
     stream->context = context;
     stream->flags = flags;
     stream->priority = priority;

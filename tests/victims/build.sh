@@ -21,8 +21,8 @@ build() {
     build victim-rt $copier api_runtime.c -L"$libs" -lcudart -Wl,--allow-shlib-undefined
     build victim-drv $copier api_driver.c -L"$libs" -lcuda
     build victim-static-rt $copier api_driver.c -DLATE -ldl
-    build contract contract.c contract_capture.c contract_context.c contract_copies.c contract_misuse.c \
-        contract_order.c -L"$libs" -lcuda -ldl
+    build contract contract.c contract_capture.c contract_context.c contract_copies.c contract_facts.c \
+        contract_misuse.c contract_order.c -L"$libs" -lcuda -ldl
     build victim-nocuda sleeper.c
     build victim-static sleeper.c -static
 }

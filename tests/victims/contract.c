@@ -237,7 +237,8 @@ int main(int argc, char **argv)
     start_cuda();
     wait_for(file);
     /* Capture comes first: there the first accelerated copy meets a capture of another thread. */
-    const struct contract_case *const groups[] = {capture_cases, copy_cases, order_cases, misuse_cases, context_cases};
+    const struct contract_case *const groups[] = {capture_cases, copy_cases,    order_cases,
+                                                  misuse_cases,  context_cases, fact_cases};
     do
         for (size_t group = 0; group < sizeof groups / sizeof *groups; group++)
             for (const struct contract_case *c = groups[group]; c->name; c++)

@@ -41,6 +41,7 @@ extern CUcontext main_context;
 extern CUdevice main_device;
 
 struct contract_case { const char *name; void (*run)(void); };
-extern const struct contract_case copy_cases[], order_cases[], capture_cases[], misuse_cases[], context_cases[];
+extern const struct contract_case copy_cases[], order_cases[], capture_cases[], misuse_cases[], context_cases[],
+    fact_cases[];
 
 #endif

@@ -68,13 +68,13 @@ static void busy_destination(void)
         unsigned char *back = host_zeros(sizes[i]);
         struct busy busy, elsewhere;
         device_fill_byte(device, LARGE, 1);
+        make_busy(stream, &busy); /* first: a driver may run host functions one after the other */
         make_busy(other, &elsewhere);
         make_busy(other, &elsewhere);
-        make_busy(stream, &busy);
         must(cuMemsetD8Async(device, 2, sizes[i], stream), "cuMemsetD8Async");
         CUresult result = cuMemcpyDtoHAsync_v2(back, device, sizes[i], stream);
-        bool right = is_byte(back, sizes[i], 2);
         int waited = busy.over, other_state = cuStreamQuery(other);
+        bool right = is_byte(back, sizes[i], 2);
         report(variant("", sizes[i]), "ret=%d bytes_ok=%d waited=%d other_stream=%d", result, right, waited, other_state);
         must(cuStreamSynchronize(other), "cuStreamSynchronize");
         host_free(back, sizes[i]);
