@@ -2,13 +2,14 @@
 # Builds the stand-in: build.sh OUTDIR. $CC and $STANDIN_CFLAGS are honoured.
 set -euo pipefail
 out=${1:?usage: build.sh OUTDIR}
+mkdir -p "$out/endbr"
+out=$(realpath "$out")
 cd "$(dirname "$0")"
 cc=${CC:-gcc}
 driver="copy.c capture.c context.c device.c event.c link.c memory.c stream.c"
 flags="-std=c11 -O2 -g -fPIC -shared -fvisibility=hidden -Wall -Wextra -Werror -pthread
     -fno-omit-frame-pointer -fno-shrink-wrap -Wl,--hash-style=gnu -Wl,-z,defs ${STANDIN_CFLAGS:-}"
 
-mkdir -p "$out/endbr"
 # shellcheck disable=SC2086
 build_driver() { $cc $flags -fcf-protection="$1" $driver -Wl,-soname,libcuda.so.1 -ldl -o "$2"; }
 build_driver none "$out/libcuda.so.1" &

@@ -3,6 +3,8 @@
 set -euo pipefail
 here=$(dirname "$(realpath "$0")")
 out=${1:-$(mktemp -d)}
+mkdir -p "$out"
+out=$(realpath "$out")
 bash "$here/build.sh" "$out"
 bash "$here/../victims/build.sh" "$out"
 cd "$out"
