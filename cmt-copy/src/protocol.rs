@@ -217,3 +217,100 @@ impl Board {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicBool;
+
+    /// Helpers on one board, and an owner who runs copies on it.
+    fn with_helpers(count: usize, owner: impl FnOnce(&Board)) {
+        let (board, stop) = (Board::new(), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            for _ in 0..count {
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        if board.is_ready() && board.join() {
+                            while board.work() {}
+                            board.leave();
+                        }
+                        std::thread::yield_now();
+                    }
+                });
+            }
+            owner(&board);
+            stop.store(true, Ordering::Relaxed);
+        });
+        assert_eq!(board.next.0.1.load(Ordering::Relaxed), 0, "everybody left");
+    }
+
+    fn task(host: &mut [u8], ring: &mut [u8], slice_bytes: usize, into_ring: bool) -> Task {
+        Task {
+            host: host.as_mut_ptr(),
+            bytes: host.len(),
+            ring: ring.as_mut_ptr(),
+            ring_bytes: ring.len(),
+            ring_start: slice_bytes,
+            slice_bytes,
+            into_ring,
+            store: Store::Ordinary,
+        }
+    }
+
+    #[test]
+    fn every_slice_of_every_copy_is_moved_once_and_seen() {
+        let rounds = if cfg!(miri) { 6 } else { 3000 };
+        with_helpers(3, |board| {
+            for round in 0..rounds {
+                let (slice, slices) = (4 + round % 5, 1 + round % 7);
+                let mut host: Vec<u8> = (0..slice * slices - round % 3)
+                    .map(|at| (at * 7 + round) as u8)
+                    .collect();
+                let want = host.clone();
+                let mut ring = vec![0; slice * 8];
+                let task = task(&mut host, &mut ring, slice, true);
+                // SAFETY: both buffers outlive the copy, whose slices are all done below.
+                unsafe { board.open(task, (round % 3) as u32) };
+                for index in 0..slices as u64 {
+                    board.offer(index + 1);
+                    board.work();
+                }
+                for index in 0..slices as u64 {
+                    while !board.is_done(index) {
+                        std::thread::yield_now();
+                    }
+                }
+                assert_eq!(ring[slice..][..want.len().min(slice * 7)], want);
+                assert!(!board.is_ready() && !board.work());
+            }
+        });
+    }
+
+    #[test]
+    fn after_a_withdrawal_nobody_touches_the_memory_and_the_next_copy_is_whole() {
+        let rounds = if cfg!(miri) { 6 } else { 3000 };
+        with_helpers(3, |board| {
+            for round in 0..rounds {
+                let mut host = vec![0; 40];
+                let mut ring: Vec<u8> = (0..48).collect();
+                let first = task(&mut host, &mut ring, 4, false);
+                // SAFETY: both buffers are there until the withdrawal below.
+                unsafe { board.open(first, 3) };
+                board.offer(1 + round % 10);
+                board.withdraw(0);
+                assert!(!board.is_ready());
+                host.fill(0xEE);
+                assert!(host.iter().all(|&byte| byte == 0xEE));
+                let second = task(&mut host, &mut ring, 4, false);
+                // SAFETY: both buffers are there until every slice is done below.
+                unsafe { board.open(second, 3) };
+                board.offer(10);
+                while board.work() {}
+                while !(0..10).all(|index| board.is_done(index)) {
+                    std::thread::yield_now();
+                }
+                assert!(host.iter().zip(4u8..).all(|(&byte, want)| byte == want));
+            }
+        });
+    }
+}
