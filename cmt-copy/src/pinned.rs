@@ -204,7 +204,8 @@ impl Pinned {
                     };
                     if alive {
                         // SAFETY: registered at this address, and nothing uses it (this function's contract).
-                        unpinned &= unsafe { driver.unregister(piece) } == code::SUCCESS;
+                        let result = driver.relaxed(|| unsafe { driver.unregister(piece) });
+                        unpinned &= result == Some(code::SUCCESS);
                     }
                     from = end;
                 }

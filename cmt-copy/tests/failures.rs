@@ -167,6 +167,7 @@ fn where_registering_is_not_supported_the_driver_allocates() {
     assert!(context.pinned_bytes() > 0);
     engine.shutdown();
     assert_eq!((engine.pinned_bytes(), context.pinned_bytes()), (0, 0));
+    assert_eq!(context.unrelaxed.load(Ordering::Relaxed), 0);
 }
 
 #[test]

@@ -227,6 +227,8 @@ extern "C" fn host_alloc(out: *mut *mut c_void, bytes: usize, _flags: u32) -> i3
     put(out, start.cast())
 }
 extern "C" fn free_host(start: *mut c_void) -> i32 {
+    let Some(context) = current() else { return 201 };
+    note_capture_mode(&context);
     match books().ranges.remove(&(start as u64)) {
         Some(range) => {
             if let Ok(layout) = std::alloc::Layout::from_size_align(range.bytes, 4096) {
@@ -253,9 +255,8 @@ extern "C" fn register(start: *mut c_void, bytes: usize, _flags: u32) -> i32 {
     0
 }
 extern "C" fn unregister(start: *mut c_void) -> i32 {
-    if current().is_none() {
-        return 201;
-    }
+    let Some(context) = current() else { return 201 };
+    note_capture_mode(&context);
     match books().ranges.remove(&(start as u64)) {
         Some(_) => 0,
         None => 713,

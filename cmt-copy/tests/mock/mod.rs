@@ -97,7 +97,7 @@ pub struct Context {
     pub legacy_captures: AtomicBool,
     pub dma_calls: AtomicU32,
     pub register_calls: AtomicU32,
-    /// Registrations made while the thread was not in relaxed capture mode.
+    /// Pinned memory got or given back while the thread was not in relaxed capture mode.
     pub unrelaxed: AtomicU32,
     /// Copies that reached the driver with a pageable side.
     pub stock_copies: AtomicU32,
