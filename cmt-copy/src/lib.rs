@@ -14,6 +14,7 @@ mod lane;
 mod layout;
 mod pinned;
 pub mod plan;
+mod pool;
 mod protocol;
 mod staging;
 mod store;
@@ -27,8 +28,8 @@ use cmt_common::api::{COPY_FNS, CopyFn, Direction, DirectionFrom, HOOKED};
 pub use cmt_common::control::{PassReason, Plan, PlanRow};
 
 pub use crate::driver::{Driver, DriverError};
-use crate::lane::{Lanes, Wanted};
 use crate::plan::{PlanCell, THREADS_MAX};
+use crate::pool::{Lanes, Wanted};
 use crate::staging::Copy;
 
 /// How long [`Engine::shutdown`] waits for streams that still read from pinned memory.

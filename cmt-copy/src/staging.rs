@@ -13,9 +13,10 @@ use cmt_common::control::PassReason;
 
 use crate::Outcome;
 use crate::driver::{Code, Driver, Stream, code};
-use crate::lane::{Held, Lanes};
+use crate::lane::Held;
 use crate::layout::Slots;
 use crate::plan::Row;
+use crate::pool::Lanes;
 use crate::protocol::{Board, Task};
 use crate::workers::CopyRuns;
 

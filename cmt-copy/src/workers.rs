@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::lane::Lanes;
+use crate::pool::Lanes;
 use crate::protocol::Line;
 
 /// How long a helper looks for work before it sleeps: while a copy runs (its next slot may be on its way), and after.

@@ -1,0 +1,248 @@
+//! The pool of lanes: which copy gets which lane, and how much memory all of them may pin.
+//!
+//! A stream that is busy keeps to one draining lane and holds up nobody else; a copy that gets no lane passes.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use cmt_common::control::PassReason;
+
+use crate::driver::{Context, Driver};
+use crate::lane::{Held, Lane, State};
+use crate::pinned::Pinned;
+use crate::plan::SLICE_MAX_BYTES;
+use crate::workers::Crew;
+
+/// Copies that can be staged at the same time.
+const LANES: usize = 8;
+/// Pinned bytes of all lanes together.
+const PINNED_MAX_BYTES: u64 = 256 << 20;
+/// Smallest ring that is asked for.
+const RING_FIRST_BYTES: u64 = 4 << 20;
+/// After pinned memory was refused, nobody asks for it for so long.
+const RETRY_AFTER: Duration = Duration::from_secs(10);
+/// CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES: the device reads pageable memory itself.
+const USES_HOST_PAGE_TABLES: i32 = 100;
+
+/// All lanes, and the helpers that serve them.
+pub(crate) struct Lanes {
+    pub(crate) crew: Crew,
+    lanes: [Lane; LANES],
+    pinned_bytes: AtomicU64,
+    started: Instant,
+    /// Milliseconds after `started` before which no pinned memory is asked for.
+    no_pinning_before_ms: AtomicU64,
+    /// Id of a context whose device does not want staging, plus 1.
+    unsupported: AtomicU64,
+}
+
+/// What a copy wants of a lane.
+pub(crate) struct Wanted {
+    pub context: Context,
+    pub stream_id: Option<u64>,
+    /// Ring that the plan asks for.
+    pub ring_bytes: u64,
+    /// Bytes of a copy that must not wait for a stuck stream.
+    pub without_waiting: Option<u64>,
+}
+
+impl Lanes {
+    pub(crate) fn new(helpers: u32) -> Self {
+        Self {
+            crew: Crew::new(helpers),
+            lanes: core::array::from_fn(|_| Lane::new()),
+            pinned_bytes: AtomicU64::new(0),
+            started: Instant::now(),
+            no_pinning_before_ms: AtomicU64::new(0),
+            unsupported: AtomicU64::new(0),
+        }
+    }
+
+    /// Every lane, in the order in which they are taken.
+    pub(crate) fn all(&self) -> &[Lane] {
+        &self.lanes
+    }
+
+    /// Pinned bytes of all lanes.
+    pub(crate) fn pinned_bytes(&self) -> u64 {
+        self.pinned_bytes.load(Ordering::Relaxed)
+    }
+
+    /// A lane for one copy.
+    pub(crate) fn take(&self, driver: &Driver, wanted: &Wanted) -> Result<Held<'_>, PassReason> {
+        let hint = wanted.context.id.wrapping_add(1);
+        for lane in &self.lanes {
+            if lane.context_hint.load(Ordering::Relaxed) != hint {
+                continue;
+            }
+            let Some(Some(state)) = lane.try_take() else {
+                continue;
+            };
+            let mut held = Held::new(lane, state);
+            if held.context != wanted.context {
+                continue;
+            }
+            held.reap(driver);
+            if held.is_quiet() {
+                self.grow(driver, &mut held, wanted.ring_bytes);
+                held.stream = wanted.stream_id;
+                return Ok(held);
+            }
+            if held.stream.is_some() && held.stream == wanted.stream_id {
+                // The stream keeps to this lane: it must not fill them all.
+                return match wanted.without_waiting {
+                    Some(bytes) if !held.can_continue(bytes) => Err(PassReason::Busy),
+                    _ => Ok(held),
+                };
+            }
+        }
+        self.take_new(driver, wanted)
+    }
+
+    /// A lane that has no memory yet, or whose context is gone.
+    fn take_new(&self, driver: &Driver, wanted: &Wanted) -> Result<Held<'_>, PassReason> {
+        let hint = wanted.context.id.wrapping_add(1);
+        if self.unsupported.load(Ordering::Relaxed) == hint {
+            return Err(PassReason::Unsupported);
+        }
+        if self.now_ms() < self.no_pinning_before_ms.load(Ordering::Relaxed) {
+            return Err(PassReason::NoPinnedMemory);
+        }
+        let host_page_tables = driver
+            .current_device()
+            .and_then(|device| driver.device_attribute(USES_HOST_PAGE_TABLES, device));
+        if host_page_tables.unwrap_or(0) != 0 {
+            self.unsupported.store(hint, Ordering::Relaxed);
+            return Err(PassReason::Unsupported);
+        }
+        let empty = |lane: &&Lane| lane.context_hint.load(Ordering::Relaxed) == 0;
+        let of_others =
+            |lane: &&Lane| ![0, hint].contains(&lane.context_hint.load(Ordering::Relaxed));
+        let lanes = self.lanes.iter();
+        for lane in lanes.clone().filter(empty).chain(lanes.filter(of_others)) {
+            let Some(slot) = lane.try_take() else {
+                continue;
+            };
+            match slot.take() {
+                Some(other) if driver.is_alive(other.context) => {
+                    *slot = Some(other);
+                    lane.give_back();
+                    continue;
+                }
+                Some(dead) => {
+                    lane.context_hint.store(0, Ordering::Relaxed);
+                    self.free(driver, dead, false);
+                }
+                None => {}
+            }
+            return match self.pin(driver, wanted.ring_bytes) {
+                Ok(pinned) => {
+                    let state = slot.insert(State::new(wanted.context, pinned));
+                    state.stream = wanted.stream_id;
+                    lane.context_hint.store(hint, Ordering::Relaxed);
+                    Ok(Held::new(lane, state))
+                }
+                Err(reason) => {
+                    lane.give_back();
+                    Err(reason)
+                }
+            };
+        }
+        Err(PassReason::Busy)
+    }
+
+    fn now_ms(&self) -> u64 {
+        self.started.elapsed().as_millis() as u64
+    }
+
+    /// The ring that is asked for: a power of two, within what all lanes may have.
+    fn affordable(&self, ring_bytes: u64, held: u64) -> u64 {
+        let others = self.pinned_bytes().saturating_sub(held);
+        let left = PINNED_MAX_BYTES.saturating_sub(others);
+        let bytes = ring_bytes.max(RING_FIRST_BYTES).min(left);
+        if bytes < SLICE_MAX_BYTES {
+            0
+        } else {
+            1 << bytes.ilog2()
+        }
+    }
+
+    fn pin(&self, driver: &Driver, ring_bytes: u64) -> Result<Pinned, PassReason> {
+        let bytes = self.affordable(ring_bytes, 0);
+        if bytes == 0 {
+            return Err(PassReason::Busy);
+        }
+        match Pinned::new(driver, bytes as usize) {
+            Some(pinned) => {
+                self.pinned_bytes
+                    .fetch_add(pinned.bytes() as u64, Ordering::Relaxed);
+                Ok(pinned)
+            }
+            None => {
+                self.pinning_failed();
+                Err(PassReason::NoPinnedMemory)
+            }
+        }
+    }
+
+    fn pinning_failed(&self) {
+        let later = self.now_ms() + RETRY_AFTER.as_millis() as u64;
+        self.no_pinning_before_ms.store(later, Ordering::Relaxed);
+    }
+
+    /// Makes a quiet lane's ring as large as the plan asks for, if it can be had.
+    fn grow(&self, driver: &Driver, state: &mut State, ring_bytes: u64) {
+        let before = state.pinned.bytes() as u64;
+        if before >= ring_bytes || self.now_ms() < self.no_pinning_before_ms.load(Ordering::Relaxed)
+        {
+            return;
+        }
+        let bytes = self.affordable(ring_bytes, before);
+        if bytes > before {
+            if state.pinned.grow(driver, bytes as usize) {
+                self.pinned_bytes
+                    .fetch_add(bytes - before, Ordering::Relaxed);
+            } else {
+                self.pinning_failed();
+            }
+        }
+    }
+
+    /// Frees what a lane had. With `alive` its context is current.
+    fn free(&self, driver: &Driver, state: State, alive: bool) {
+        self.pinned_bytes
+            .fetch_sub(state.pinned.bytes() as u64, Ordering::Relaxed);
+        state.free(driver, alive);
+    }
+
+    /// Frees every lane that becomes quiet within `patience`; leaks the others. No copy may run or start.
+    pub(crate) fn free_all(&self, driver: &Driver, patience: Duration) {
+        let deadline = Instant::now() + patience;
+        for lane in &self.lanes {
+            // A lane that is still taken was abandoned.
+            let Some(slot) = lane.try_take() else {
+                continue;
+            };
+            let Some(mut state) = slot.take() else {
+                lane.give_back();
+                continue;
+            };
+            let alive = driver.is_alive(state.context);
+            let quiet = !alive
+                || driver.within(state.context, || state.becomes_quiet(driver, deadline))
+                    == Some(true);
+            if !quiet {
+                continue; // Leaked, and kept from everybody.
+            }
+            let context = state.context;
+            let free = || self.free(driver, state, alive);
+            if alive {
+                driver.within(context, free);
+            } else {
+                free();
+            }
+            lane.context_hint.store(0, Ordering::Relaxed);
+            lane.give_back();
+        }
+    }
+}
