@@ -24,13 +24,17 @@ impl RangeKey {
     }
 }
 
+/// A [`RangeValue::kind`] beside the memory kinds: addresses that the processor could not reach when the host looked. The
+/// driver keeps device memory at such addresses; others may since have become ordinary memory, which a read tells.
+pub const RESERVED: u32 = 5;
+
 /// What a known range is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct RangeValue {
     /// Its length.
     pub bytes: u64,
-    /// A [`crate::api::MemoryKind`] as a number.
+    /// A [`crate::api::MemoryKind`] as a number, or [`RESERVED`].
     pub kind: u32,
     /// Zero.
     pub _pad: u32,

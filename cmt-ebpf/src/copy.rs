@@ -13,7 +13,7 @@ use cmt_common::histogram::size_class_of;
 
 use crate::call::{Arguments, cookie, encloses, now_ns, user};
 use crate::maps::{CALLS, count_pair, foreign, lost, phase, process, record};
-use crate::memory::{kind_of, readable};
+use crate::memory::{host_kind, kind_of};
 
 /// `cudaMemcpyDefault`.
 const KIND_DEFAULT: u32 = 4;
@@ -129,23 +129,12 @@ fn settle(call: &Call, failed: bool) -> (Direction, MemoryKind) {
 }
 
 /// The kind of one side of a copy.
-///
-/// An address that must decide and that nothing is known of is ordinary memory if the processor can read it; else it may
-/// belong to a device or to a page that is not there: unknown.
 #[inline(always)]
 fn side(pid: u32, place: u8, address: u64, failed: bool) -> MemoryKind {
     match place {
         place::DEVICE => MemoryKind::Device,
-        place::HOST => match kind_of(pid, address) {
-            // The call says host: what was known of this address is out of date.
-            None | Some(MemoryKind::Device) => MemoryKind::Pageable,
-            Some(kind) => kind,
-        },
-        place::BY_ADDRESS => match kind_of(pid, address) {
-            Some(kind) => kind,
-            None if !failed && readable(address) => MemoryKind::Pageable,
-            None => MemoryKind::Unknown,
-        },
+        place::HOST => host_kind(pid, address),
+        place::BY_ADDRESS => kind_of(pid, address, failed),
         _ => MemoryKind::Unknown,
     }
 }

@@ -2,7 +2,7 @@
 
 use cmt_common::api::MemoryKind;
 use cmt_common::event::Lost;
-use cmt_common::range::{RangeKey, RangeValue, next_part};
+use cmt_common::range::{RESERVED, RangeKey, RangeValue, next_part};
 
 use crate::call::user;
 use crate::maps::{PREFIXES, RANGES, lost, prefix};
@@ -10,16 +10,46 @@ use crate::maps::{PREFIXES, RANGES, lost, prefix};
 /// Most prefixes that one range is cut into: addresses have 47 bits, and each end adds one a bit at most.
 const MAX_PARTS: u32 = 96;
 
-/// The known kind of an address; `None` for memory that no call and no mapping said anything about.
+/// What is known of an address: a kind of memory, or [`RESERVED`]. `None` where no call and no mapping said anything.
 #[inline(always)]
-pub fn kind_of(pid: u32, address: u64) -> Option<MemoryKind> {
-    let kind = *PREFIXES.get(prefix(pid, address, 64))?;
-    Some(MemoryKind::from_raw(kind as u8))
+fn known(pid: u32, address: u64) -> Option<u32> {
+    PREFIXES.get(prefix(pid, address, 64)).copied()
 }
 
-/// True where the processor can read `address` now, so that it is no memory of a device.
+/// The kind of memory at an address of which the call says that it is the host's.
 #[inline(always)]
-pub fn readable(address: u64) -> bool {
+pub fn host_kind(pid: u32, address: u64) -> MemoryKind {
+    match known(pid, address).map(|kind| MemoryKind::from_raw(kind as u8)) {
+        Some(kind @ (MemoryKind::Pinned | MemoryKind::Managed)) => kind,
+        // Anything else that was known is out of date.
+        _ => MemoryKind::Pageable,
+    }
+}
+
+/// The kind of memory at an address that has to speak for itself, at the end of a copy.
+///
+/// What the processor can read is no device memory. What it cannot read and was out of its reach before, too, is: a copy
+/// has just succeeded there. Anything else may be a page that is not there: unknown.
+#[inline(always)]
+pub fn kind_of(pid: u32, address: u64, failed: bool) -> MemoryKind {
+    let reserved = match known(pid, address) {
+        Some(RESERVED) => true,
+        Some(kind) => return MemoryKind::from_raw(kind as u8),
+        None => false,
+    };
+    if failed {
+        MemoryKind::Unknown
+    } else if readable(address) {
+        MemoryKind::Pageable
+    } else if reserved {
+        MemoryKind::Device
+    } else {
+        MemoryKind::Unknown
+    }
+}
+
+#[inline(always)]
+fn readable(address: u64) -> bool {
     user::<u8>(address).is_some()
 }
 

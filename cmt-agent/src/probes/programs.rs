@@ -10,7 +10,9 @@ use std::mem;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
 use std::path::Path;
 
-use aya::maps::{Array, HashMap, LpmTrie, Map, MapData, PerCpuArray, PerCpuValues, lpm_trie};
+use aya::maps::{
+    Array, HashMap, LpmTrie, Map, MapData, MapError, PerCpuArray, PerCpuValues, lpm_trie,
+};
 use aya::programs::uprobe::UProbeScope;
 use aya::programs::uprobe::{UProbeAttachLocation, UProbeAttachPoint};
 use aya::programs::{ProgramError, UProbe};
@@ -21,7 +23,7 @@ use aya_obj::generated::{
 };
 use cmt_common::api::{ALLOC_FNS, MemoryKind};
 use cmt_common::event::{AllocCookie, Call, CopyCookie, CopyKey, CopyStat, LOST_REASONS};
-use cmt_common::range::{PID_BITS, RangeKey, RangePrefix, RangeValue, next_part};
+use cmt_common::range::{PID_BITS, RESERVED, RangeKey, RangePrefix, RangeValue, next_part};
 
 use super::ProbeError;
 use super::library::{Library, Site};
@@ -363,6 +365,43 @@ impl Probes {
         let mut at = start;
         while let Some((bits, next)) = next_part(at, start + value.0.bytes) {
             let _ = self.prefixes.remove(&prefix(pid, at, bits));
+            at = next;
+        }
+    }
+
+    /// Tells the programs that a range is out of the processor's reach, as far as nothing better is known of it.
+    pub fn reserve(&mut self, pid: u32, start: u64, bytes: u64) -> Result<(), ProbeError> {
+        const NO_EXIST: u64 = 1;
+        let mut at = start;
+        while let Some((bits, next)) = next_part(at, start + bytes) {
+            match self
+                .prefixes
+                .insert(&prefix(pid, at, bits), RESERVED, NO_EXIST)
+            {
+                Ok(()) => {}
+                Err(MapError::SyscallError(error))
+                    if error.io_error.raw_os_error() == Some(libc::EEXIST) => {}
+                Err(error) => return Err(map_error("PREFIXES", error)),
+            }
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// Undoes [`Probes::reserve`].
+    pub fn release(&mut self, pid: u32, start: u64, bytes: u64) {
+        let mut at = start;
+        while let Some((bits, next)) = next_part(at, start + bytes) {
+            let key = prefix(pid, at, bits);
+            // A map of prefixes finds the longest that fits: at its own first address, this one or something better.
+            if self
+                .prefixes
+                .get(&key, 0)
+                .is_ok_and(|kind| kind == RESERVED)
+            {
+                // It may have gone already.
+                let _ = self.prefixes.remove(&key);
+            }
             at = next;
         }
     }

@@ -8,10 +8,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use cmt_common::api::MemoryKind;
 use cmt_common::event::{CopyKey, MAX_TARGETS, phase};
-use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process as Proc};
+use procfs::process::{MemoryMap, Process as Proc};
 
+use super::memory::{self, Range};
 use super::snapshot::{Process, Snapshot};
 use super::{Targets, TraceError};
 use crate::histogram::Stat;
@@ -53,8 +53,11 @@ struct Watched {
     libraries: HashMap<FileId, String>,
     /// Probes that fire for this process only.
     links: Vec<Links>,
-    /// Ranges taken from its maps: start and length in bytes. `None` until the first look.
-    pinned: Option<HashMap<u64, u64>>,
+    looked_at: bool,
+    /// Its maps were searched for memory that was there before the probes.
+    memory_known: bool,
+    /// Ranges taken from its maps, by start.
+    ranges: HashMap<u64, Range>,
 }
 
 impl Scanner {
@@ -203,7 +206,7 @@ impl Scanner {
     /// Reading maps costs time: with all processes of a machine as targets, those already known wait for their turn.
     fn due(&self, watched: &Watched) -> bool {
         self.named.is_some()
-            || watched.pinned.is_none()
+            || !watched.looked_at
             || self
                 .scans
                 .wrapping_add(watched.target.pid)
@@ -235,7 +238,7 @@ impl Scanner {
         let Some(watched) = self.processes.get_mut(&pid) else {
             return Ok(());
         };
-        let maps = maps(pid);
+        let maps = read_maps(pid);
         if start_time(pid) != Some(watched.start_time) || maps.as_ref().is_ok_and(Vec::is_empty) {
             watched.ended = true;
             probes.forget_process(pid);
@@ -253,7 +256,7 @@ impl Scanner {
                 self.look_at_file(pid, &mapped, probes)?;
             }
         }
-        self.look_at_pinned(pid, &maps, probes)
+        self.look_at_memory(pid, &maps, probes)
     }
 
     fn look_at_file(
@@ -319,9 +322,8 @@ impl Scanner {
         Ok(())
     }
 
-    /// Memory that was pinned before the trace shows in the maps as shared `/dev/zero (deleted)`; what is pinned later, the
-    /// probes see. Ranges from the maps end when they have gone from there.
-    fn look_at_pinned(
+    /// Tells the programs what the maps say of memory. Ranges that come later and that a probe sees are the probes' matter.
+    fn look_at_memory(
         &mut self,
         pid: u32,
         maps: &[MemoryMap],
@@ -330,34 +332,41 @@ impl Scanner {
         let Some(watched) = self.processes.get_mut(&pid) else {
             return Ok(());
         };
-        let known = match &mut watched.pinned {
-            None if watched.libraries.is_empty() => {
-                watched.pinned = Some(HashMap::new());
-                return Ok(());
-            }
-            None => {
-                let mut ranges = HashMap::new();
-                for map in maps.iter().filter(|map| is_pinned(map)) {
-                    let (start, end) = map.address;
-                    probes.remember(pid, start, end - start, MemoryKind::Pinned)?;
-                    ranges.insert(start, end - start);
-                }
-                watched.pinned = Some(ranges);
-                return Ok(());
-            }
-            Some(known) => known,
+        if watched.libraries.is_empty() {
+            watched.looked_at = true;
+            return Ok(());
+        }
+        watched.looked_at = true;
+        let first_look = !mem::replace(&mut watched.memory_known, true);
+        let now = if first_look {
+            // As of now, with the probes in place: what was pinned since `maps` was read is in neither otherwise.
+            memory::ranges(&read_maps(pid).unwrap_or_default())
+        } else {
+            memory::ranges(maps)
         };
-        let now: HashMap<u64, u64> = maps
-            .iter()
-            .map(|map| (map.address.0, map.address.1 - map.address.0))
-            .collect();
-        known.retain(|start, bytes| {
-            let stays = now.get(start) == Some(bytes);
+        watched.ranges.retain(|start, range| {
+            let stays = now.get(start) == Some(range);
             if !stays {
-                probes.forget_range(pid, *start);
+                match range.kind {
+                    None => probes.release(pid, *start, range.bytes),
+                    Some(_) => probes.forget_range(pid, *start),
+                }
             }
             stays
         });
+        for (start, range) in now {
+            match range.kind {
+                None if !watched.ranges.contains_key(&start) => {
+                    probes.reserve(pid, start, range.bytes)?;
+                    watched.ranges.insert(start, range);
+                }
+                Some(kind) if first_look => {
+                    probes.remember(pid, start, range.bytes, kind)?;
+                    watched.ranges.insert(start, range);
+                }
+                _ => {}
+            }
+        }
         Ok(())
     }
 
@@ -395,7 +404,9 @@ impl Watched {
             target: Target { pid, number },
             libraries: HashMap::new(),
             links: Vec::new(),
-            pinned: None,
+            looked_at: false,
+            memory_known: false,
+            ranges: HashMap::new(),
         }
     }
 }
@@ -419,20 +430,15 @@ fn named_process(pid: u32, number: u16) -> Result<Watched, TraceError> {
         });
     }
     let start_time = start_time(pid).ok_or(gone)?;
-    match maps(pid) {
+    match read_maps(pid) {
         Ok(maps) if maps.is_empty() => Err(TraceError::NoMemory { pid }),
         Ok(_) => Ok(Watched::new(pid, number, start_time)),
         Err(reason) => Err(TraceError::Inspect { pid, reason }),
     }
 }
 
-fn is_pinned(map: &MemoryMap) -> bool {
-    map.perms.contains(MMPermissions::SHARED)
-        && matches!(&map.pathname, MMapPath::Path(path) if path.as_os_str() == "/dev/zero (deleted)")
-}
-
 /// The maps of a process; empty for a kernel thread and for one that has ended.
-fn maps(pid: u32) -> Result<Vec<MemoryMap>, String> {
+fn read_maps(pid: u32) -> Result<Vec<MemoryMap>, String> {
     match Proc::new(pid as i32).and_then(|process| process.maps()) {
         Ok(maps) => Ok(maps.into_iter().collect()),
         Err(procfs::ProcError::NotFound(_)) => Ok(Vec::new()),
