@@ -64,19 +64,19 @@ mod tests {
     use super::*;
 
     /// From a process that allocated 64 MiB managed, 2 MiB pinned and some device memory.
-    const MAPS: &str = "\
-204600000-204800000 rw-s 00000000 00:06 142                              /dev/nvidiactl
-302000000-48ea000000 ---p 00000000 00:00 0
-55dc0147b000-55dc02718000 rw-p 00000000 00:00 0                          [heap]
-7f6c46000000-7f6c4a000000 rw-s 7f6c46000000 00:06 144                    /dev/nvidia-uvm
-7f6cae800000-7f6caea00000 rw-s 00000000 00:01 2052                       /dev/zero (deleted)
-7f6ec2154000-7f6ec2155000 ---p 00000000 00:00 0
-7f6ec2155000-7f6ec2955000 rw-p 00000000 00:00 0
-";
+    const MAPS: [&str; 7] = [
+        "204600000-204800000 rw-s 00000000 00:06 142                              /dev/nvidiactl",
+        "302000000-48ea000000 ---p 00000000 00:00 0 ",
+        "55dc0147b000-55dc02718000 rw-p 00000000 00:00 0                          [heap]",
+        "7f6c46000000-7f6c4a000000 rw-s 7f6c46000000 00:06 144                    /dev/nvidia-uvm",
+        "7f6cae800000-7f6caea00000 rw-s 00000000 00:01 2052                       /dev/zero (deleted)",
+        "7f6ec2154000-7f6ec2155000 ---p 00000000 00:00 0 ",
+        "7f6ec2155000-7f6ec2955000 rw-p 00000000 00:00 0 ",
+    ];
 
     #[test]
     fn pinned_managed_and_reserved_ranges_are_told_apart() {
-        let maps = MemoryMaps::from_buf_read(Cursor::new(MAPS))
+        let maps = MemoryMaps::from_buf_read(Cursor::new(MAPS.join("\n")))
             .expect("maps")
             .into_iter()
             .collect::<Vec<_>>();
