@@ -1,18 +1,20 @@
 //! Writing patches into the target's code, and taking them out, with all threads stopped.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cmt_common::control::WINDOW_MAX;
 
 use super::InjectError;
 use super::hijack::Cave;
-use super::threads::{self, Stopped};
+use super::threads::{self, Stopped, ThreadError};
 use crate::target::Target;
 
 /// Longest that threads may take to stop.
 const STOP_LIMIT: Duration = Duration::from_millis(200);
 /// How often a commit is tried when a thread stands where it cannot be moved from.
 const TRIES: u32 = 50;
+/// How long a thread that does not stop is given, all threads running on in between.
+const PATIENCE: Duration = Duration::from_secs(5);
 /// How much of each stack is looked through for a program counter that a signal handler will return to.
 const STACK_SCAN: usize = 8 << 10;
 
@@ -56,9 +58,15 @@ pub fn commit(
     patches: &[Patch],
     cave: Option<Cave>,
 ) -> Result<Committed, InjectError> {
+    let deadline = Instant::now() + PATIENCE;
     for _ in 0..TRIES {
-        let (mut stopped, since) =
-            threads::stop_all(|| target.threads().unwrap_or_default(), STOP_LIMIT)?;
+        let list = || target.threads().unwrap_or_default();
+        let (mut stopped, since) = match threads::stop_all(list, STOP_LIMIT) {
+            Ok(stopped) => stopped,
+            // Perhaps it only waits for a processor.
+            Err(ThreadError::DoesNotStop { .. }) if Instant::now() < deadline => continue,
+            Err(error) => return Err(error.into()),
+        };
         if let Some(done) = try_commit(target, patches, cave, &mut stopped)? {
             let threads = stopped.len();
             for thread in stopped {
@@ -135,9 +143,6 @@ fn try_commit(
     let clear = cave.filter(|_| !cave_in_use);
     if let Some(cave) = clear {
         cave.clear(target).map_err(write_error)?;
-    }
-    for thread in stopped.iter_mut() {
-        thread.rewrite_eintr()?;
     }
     Ok(Some(clear.is_some()))
 }

@@ -179,7 +179,7 @@ fn stop_if_safe(
     danger: &DangerZones,
     tid: i32,
 ) -> Result<Option<Stopped>, ThreadError> {
-    let seized = Seized::seize(tid)?;
+    let mut seized = Seized::seize(tid)?;
     seized.interrupt()?;
     let thread = seized.wait(Instant::now() + Duration::from_millis(50))?;
     if thread.has_signal() || super::threads::pending_signals(tid) {

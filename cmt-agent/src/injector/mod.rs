@@ -258,6 +258,9 @@ pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Atta
     let result = patch_and_enable(target, &control, plan, max_threads, cave);
     match result {
         Ok(commit) => {
+            if let Some(cave) = cave.filter(|_| !commit.cave_cleared) {
+                clear_later(target, cave);
+            }
             let hooks = || (0..HOOKED).map(|index| (index, control.hook(index)));
             Ok(Attached {
                 patched: hooks()
@@ -281,6 +284,16 @@ pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Atta
                 let _ = commit::commit(target, &[], Some(cave));
             }
             Err(error)
+        }
+    }
+}
+
+/// Clears a cave in which the bootstrap thread still stood at the commit, on its way out.
+fn clear_later(target: &Target, cave: Cave) {
+    for _ in 0..100 {
+        std::thread::sleep(Duration::from_millis(1));
+        if commit::commit(target, &[], Some(cave)).is_ok_and(|done| done.cave_cleared) {
+            return;
         }
     }
 }

@@ -100,7 +100,7 @@ impl Seized {
     }
 
     /// Waits until it has stopped, `deadline` at the longest.
-    pub fn wait(mut self, deadline: Instant) -> Result<Stopped, ThreadError> {
+    pub fn wait(&mut self, deadline: Instant) -> Result<Stopped, ThreadError> {
         let tid = self.tid;
         let started = Instant::now();
         let mut spins = 0;
@@ -147,6 +147,8 @@ impl Seized {
                 request: "GETREGS",
                 errno,
             })?;
+        // At once: however it is let go, even by our death, the call goes on.
+        stopped.rewrite_eintr()?;
         Ok(stopped)
     }
 }
@@ -156,15 +158,16 @@ impl Drop for Seized {
         if self.detached {
             return;
         }
-        // A running tracee cannot be detached; stop it first. Should that fail, the end of this process detaches it.
+        // A running tracee cannot be detached; stop it first. On a busy machine it may wait long for a processor. Should
+        // that fail, the end of this process detaches it.
         let pid = Pid::from_raw(self.tid);
         self.detached = true;
         if self.interrupt().is_ok() {
-            let seized = Self {
+            let mut seized = Self {
                 tid: self.tid,
                 detached: true,
             };
-            let _ = seized.wait(Instant::now() + Duration::from_millis(5));
+            let _ = seized.wait(Instant::now() + Duration::from_secs(1));
         }
         let _ = ptrace::detach(pid, None);
     }
@@ -235,7 +238,7 @@ impl Stopped {
     ///
     /// Most calls are restarted by the kernel; these return EINTR after any stop (signal(7), "Interruption of system
     /// calls and library functions by stop signals"). A signal that waits must be seen by the call, so it is not touched.
-    pub fn rewrite_eintr(&mut self) -> Result<(), ThreadError> {
+    fn rewrite_eintr(&mut self) -> Result<(), ThreadError> {
         if self.was_interrupted() && !self.has_signal() && !pending_signals(self.tid) {
             self.regs.rax = -514i64 as u64; // -ERESTARTNOHAND
             self.set_regs()?;
@@ -357,11 +360,15 @@ pub fn stop_all(
             return Ok((stopped, since));
         }
         fresh.retain(|seized| seized.interrupt().is_ok());
-        for seized in fresh {
+        for mut seized in fresh {
             match seized.wait(deadline) {
                 Ok(thread) => stopped.push(thread),
                 Err(ThreadError::Gone { .. }) => {}
-                Err(error) => return Err(error),
+                Err(error) => {
+                    // Before those that still have to stop are waited for.
+                    drop(stopped);
+                    return Err(error);
+                }
             }
         }
     }
