@@ -6,6 +6,8 @@ mod gpu;
 mod test;
 mod workspace;
 
+use std::process::ExitCode;
+
 use clap::{Parser, Subcommand};
 
 /// Tasks around the workspace
@@ -26,11 +28,19 @@ enum Task {
     Gpu,
 }
 
-fn main() -> anyhow::Result<()> {
-    match Cli::parse().task {
-        Task::BuildEbpf(args) => build_ebpf::run_task(&args),
-        Task::Demo(args) => demo::run(args),
-        Task::Test => test::run_ladder(),
-        Task::Gpu => gpu::bundle(),
+fn run(task: Task) -> anyhow::Result<ExitCode> {
+    match task {
+        Task::BuildEbpf(args) => build_ebpf::run_task(&args)?,
+        Task::Demo(args) => demo::run(args)?,
+        Task::Test => return test::run_ladder(),
+        Task::Gpu => gpu::bundle()?,
     }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn main() -> ExitCode {
+    run(Cli::parse().task).unwrap_or_else(|error| {
+        eprintln!("xtask: {error:#}");
+        ExitCode::FAILURE
+    })
 }

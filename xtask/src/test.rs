@@ -3,9 +3,9 @@
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{Command, ExitCode, ExitStatus, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 use crate::workspace::{build_cmt, cargo, has_gpu, is_root, line, run};
 
@@ -25,11 +25,9 @@ struct Tally {
     reason: String,
 }
 
-/// Builds what the rungs need, runs them all and sums up.
-///
-/// # Errors
-/// When a test failed, or a rung that can run on this machine did not.
-pub fn run_ladder() -> Result<()> {
+/// Builds what the rungs need, runs them all and sums up. Fails when a test did, or when a rung that can run on this
+/// machine did not.
+pub fn run_ladder() -> Result<ExitCode> {
     let cmt = build_cmt()?;
     cmt_tests::built();
     let libcudart = fetch_libcudart()
@@ -62,10 +60,11 @@ pub fn run_ladder() -> Result<()> {
     count_the_rest(&behaviour_tally, &mut rungs);
     let complaints = judge(&rungs, unit_status.success() && behaviour_status.success());
     print(&rungs, &complaints);
-    if !complaints.is_empty() {
-        bail!("{}", complaints.join("; "));
-    }
-    Ok(())
+    Ok(if complaints.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 /// Runs `cargo test`, passes its output on and adds its closing lines up.
