@@ -2,7 +2,8 @@
 //!
 //! A lane belongs to one context. A copy takes it by compare-and-swap and gives it back when it returns; an asynchronous
 //! HtoD returns while its last slots are in flight, so a lane that is free may still be *draining*. Such a lane is taken
-//! again only by the same stream, which continues it in order, or once its completion word says that it is quiet.
+//! again only by the same stream, which continues it in order, or once its completion word says that it is quiet. So a
+//! lane whose stream died with slots in flight is used by nobody else any more.
 #![expect(
     unsafe_code,
     reason = "the state of a lane belongs to whoever has taken it"
@@ -270,11 +271,6 @@ impl<'a> Held<'a> {
     /// The lane's slices.
     pub(crate) fn board(&self) -> &'a Board {
         &self.lane.board
-    }
-
-    /// Keeps the lane from everybody for ever: nobody knows what the device still does with it.
-    pub(crate) fn abandon(self) {
-        core::mem::forget(self);
     }
 }
 

@@ -235,6 +235,7 @@ fn smallest_staged(rows: &[PlanRow]) -> u64 {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::thread::available_parallelism;
 
     #[test]
     fn the_estimate_stages_from_64_kib_and_never_asks_for_more_threads_than_cpus() {
@@ -292,7 +293,7 @@ mod tests {
     fn a_row_is_never_read_half_from_one_plan_and_half_from_another() {
         let plan = |n: u64| {
             let mut plan = Plan::NONE;
-            plan.htod[0] = PlanRow {
+            plan.htod[PLAN_ROWS - 1] = PlanRow {
                 up_to_bytes: u64::MAX,
                 slot_bytes: (64 * KIB) << n,
                 slice_bytes: (16 * KIB) << n,
@@ -306,18 +307,23 @@ mod tests {
         let stop = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                for round in 0..20_000u64 {
+                for round in 0..60_000u64 {
                     cell.replace(&plan(round % 5));
                 }
                 stop.store(true, Ordering::Relaxed);
             });
-            while !stop.load(Ordering::Relaxed) {
-                let row = cell.row(false, MIB).expect("staged");
-                let n = u64::from(row.threads) - 1;
-                assert_eq!(
-                    (row.slot, row.slice, row.ring),
-                    ((64 * KIB) << n, (16 * KIB) << n, MIB << n)
-                );
+            // More readers than CPUs, so that some are interrupted while they read.
+            for _ in 0..2 * available_parallelism().map_or(2, |n| n.get()) {
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        let row = cell.row(false, MIB).expect("staged");
+                        let n = u64::from(row.threads) - 1;
+                        assert_eq!(
+                            (row.slot, row.slice, row.ring),
+                            ((64 * KIB) << n, (16 * KIB) << n, MIB << n)
+                        );
+                    }
+                });
             }
         });
     }

@@ -219,7 +219,6 @@ impl Lanes {
     pub(crate) fn free_all(&self, driver: &Driver, patience: Duration) {
         let deadline = Instant::now() + patience;
         for lane in &self.lanes {
-            // A lane that is still taken was abandoned.
             let Some(slot) = lane.try_take() else {
                 continue;
             };

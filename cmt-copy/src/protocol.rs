@@ -178,7 +178,8 @@ impl Board {
             task.move_slice((ticket - self.base()) as usize);
         }
         if let Some(mark) = self.mark(ticket) {
-            mark.store(ticket + 1, Ordering::Release);
+            let before = mark.swap(ticket + 1, Ordering::Release);
+            debug_assert_ne!(before, ticket + 1, "a slice was moved twice");
         }
         true
     }

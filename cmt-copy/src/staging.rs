@@ -119,10 +119,7 @@ impl Copy<'_> {
             Ok(Sent::All) if self.is_async => Outcome::Staged(code::SUCCESS),
             Ok(Sent::All) => match self.wait_until_quiet() {
                 Ok(()) => Outcome::Staged(code::SUCCESS),
-                Err(error) => {
-                    self.held.abandon();
-                    Outcome::Staged(error)
-                }
+                Err(error) => Outcome::Staged(error),
             },
             Ok(Sent::Stalled(sent)) => {
                 board.withdraw(done);
@@ -352,12 +349,12 @@ impl Copy<'_> {
         }
     }
 
-    /// Leaves a copy that the driver has refused midway, with nobody at work in the application's memory.
+    /// Leaves a copy that the driver has refused midway: with nobody at work in the application's memory, and with nothing
+    /// in flight unless the stream is dead.
     fn fail(mut self, board: &Board, done: u64, error: Code) -> Outcome {
         board.withdraw(done);
-        if self.wait_until_quiet().is_err() {
-            self.held.abandon();
-        }
+        // The first error is the one that stock would have returned.
+        let _ = self.wait_until_quiet();
         Outcome::Staged(error)
     }
 }

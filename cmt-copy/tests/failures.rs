@@ -209,6 +209,40 @@ fn without_completion_words_events_serve_and_without_events_the_stream_is_waited
 }
 
 #[test]
+fn completion_words_that_cease_midway_do_not_make_slots_look_complete() {
+    let context = Context::new();
+    let engine = mock::engine(mock::one_row(256 * KIB, 64 * KIB, MIB, 2, 0), 2);
+    let stream = context.stream();
+    let gate = stream.block();
+    context
+        .write_value_code
+        .store(mock::NOT_SUPPORTED, Ordering::Relaxed);
+    context.writes_left.store(4, Ordering::Relaxed);
+    let bytes = 700_000;
+    let mut targets: Vec<_> = (0..10)
+        .map(|_| Memory::known(&context, Kind::Device, bytes, 0, 0))
+        .collect();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            gate.open();
+        });
+        for (target, seed) in targets.iter_mut().zip(0..) {
+            let mut source = Memory::host(bytes, 0, seed);
+            let (to, from) = (target.address(), source.address());
+            let outcome = mock::call(&engine, mock::HTOD_ASYNC, to, from, bytes, stream.handle);
+            assert_eq!(outcome, STAGED);
+            mock::fill(source.data(), !seed);
+        }
+    });
+    stream.finish();
+    for (target, seed) in targets.iter().zip(0..) {
+        assert_eq!(target.wrong(seed), None, "{seed}");
+    }
+    engine.shutdown();
+}
+
+#[test]
 fn a_completion_word_that_never_comes_is_not_waited_for_once_the_stream_is_idle() {
     let context = Context::new();
     let engine = mock::engine(small_plan(), 2);

@@ -336,7 +336,8 @@ fn write_word(handle: usize, per_thread: bool, to: u64, value: u32) -> i32 {
     };
     match context.write_value_code.load(Ordering::Relaxed) {
         0 => {}
-        code => return code,
+        code if context.writes_left.fetch_sub(1, Ordering::Relaxed) <= 0 => return code,
+        _ => {}
     }
     let host = to.wrapping_sub(DEVICE_VIEW);
     match range_of(host, 4) {

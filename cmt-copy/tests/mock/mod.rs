@@ -89,6 +89,8 @@ pub struct Context {
     pub register_most: AtomicU64,
     pub host_alloc_code: AtomicI32,
     pub write_value_code: AtomicI32,
+    /// Writes of values that succeed before one fails with `write_value_code`.
+    pub writes_left: AtomicI64,
     pub event_code: AtomicI32,
     /// Writes of values succeed and never arrive.
     pub drop_writes: AtomicBool,
@@ -120,6 +122,7 @@ impl Context {
             register_most: AtomicU64::new(u64::MAX),
             host_alloc_code: zero(),
             write_value_code: zero(),
+            writes_left: AtomicI64::new(0),
             event_code: zero(),
             drop_writes: AtomicBool::new(false),
             host_page_tables: zero(),
