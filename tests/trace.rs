@@ -610,3 +610,24 @@ fn what_cannot_be_traced_is_refused() {
         );
     }
 }
+
+#[test]
+fn every_copy_is_counted_or_lost_where_some_are_left_by_a_jump() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let (report, account, pid) = traced_as(&[], Victim::start("victim-jumper", [""; 0]));
+    let counted: Vec<&Value> = copies(&report, pid).iter().collect();
+    let returned = account["functions"]["cuMemcpyHtoD_v2"]["calls"].as_u64();
+    let (returned, jumped) = (
+        returned.expect("calls"),
+        account["jumped"].as_u64().expect("calls"),
+    );
+    let (counted, lost) = (
+        sum(&counted, "calls"),
+        report["lost"].as_u64().expect("a number"),
+    );
+    // A frame that was left and not overwritten looks as if the next, deeper ones were within it.
+    assert!(lost >= jumped && counted >= returned / 2, "{report}");
+    assert_eq!(counted + lost, returned + jumped, "{report}");
+}

@@ -241,7 +241,15 @@ pub struct Call {
     pub bytes_missing: u32,
     /// 1 where it is to be counted.
     pub counts: u32,
+    /// Calls that began within it.
+    pub nested: u32,
+    /// Zero.
+    pub _pad: u32,
 }
+
+/// More nested calls than this within one of the same library are no nesting: the outer call was left by a jump, and its
+/// frame has not been overwritten yet.
+pub const MOST_NESTED: u32 = 64;
 
 /// Phases of a trace, as the host tells the programs.
 pub mod phase {
@@ -273,7 +281,8 @@ pub enum Lost {
     CopiesFull,
     /// A copy that began while too many threads were in one.
     CallsFull,
-    /// A copy that never returned: its frame was left by a jump, or its thread ended.
+    /// A copy that never returned, since its frame was left by a jump or its thread ended; and copies that for this reason
+    /// were taken for nested ones.
     NoReturn,
     /// A copy whose arguments could not be read.
     Unreadable,

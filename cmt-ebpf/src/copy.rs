@@ -12,7 +12,7 @@ use cmt_common::event::{
 use cmt_common::histogram::size_class_of;
 
 use crate::call::{Arguments, cookie, encloses, now_ns, user};
-use crate::maps::{CALLS, count_pair, foreign, lost, phase, process, record};
+use crate::maps::{CALLS, count_pair, foreign, lost, lost_many, phase, process, record};
 use crate::memory::{host_kind, kind_of};
 
 /// `cudaMemcpyDefault`.
@@ -33,14 +33,16 @@ pub fn copy_enter(context: ProbeContext) -> u32 {
         // SAFETY: only this thread uses this entry, and it removes it in no other place at the same time.
         let outer = unsafe { &mut *outer };
         if encloses(outer, arguments.sp) {
+            outer.nested += 1;
             fill_gap(outer, cookie, &arguments);
             return 0;
         }
+        let nested = outer.nested;
         debug!(
             &context,
             "a copy call of thread {} never returned", pid_tgid as u32
         );
-        lost(Lost::NoReturn);
+        lost_many(Lost::NoReturn, 1 + nested as u64);
     }
     let pid = process(cookie.target(), pid_tgid);
     let Some(copied) = Copied::read(cookie, &arguments) else {
@@ -61,6 +63,8 @@ pub fn copy_enter(context: ProbeContext) -> u32 {
         src_place: copied.src.place,
         bytes_missing: copied.bytes_missing as u32,
         counts: (phase == phase::COUNTING) as u32,
+        nested: 0,
+        _pad: 0,
     };
     if CALLS.insert(pid_tgid, call, 0).is_err() {
         lost(Lost::CallsFull);
@@ -87,7 +91,7 @@ pub fn copy_leave(context: RetProbeContext) -> u32 {
     let call = *call;
     let _ = CALLS.remove(pid_tgid);
     if sp > call.sp {
-        lost(Lost::NoReturn);
+        lost_many(Lost::NoReturn, 1 + call.nested as u64);
         return 0;
     }
     if call.counts == 0 {

@@ -91,9 +91,15 @@ pub fn count_pair() {
 /// Counts something that could not be recorded.
 #[inline(always)]
 pub fn lost(reason: Lost) {
+    lost_many(reason, 1);
+}
+
+/// Counts several things that could not be recorded.
+#[inline(always)]
+pub fn lost_many(reason: Lost, how_many: u64) {
     if let Some(count) = LOST.get_ptr_mut(reason as u32) {
         // SAFETY: the map holds the value as long as the program runs.
-        unsafe { atomic::add(count, 1) };
+        unsafe { atomic::add(count, how_many) };
     }
 }
 

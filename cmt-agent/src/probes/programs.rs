@@ -22,7 +22,9 @@ use aya_obj::generated::{
     bpf_attach_type::BPF_TRACE_UPROBE_MULTI, bpf_attr, bpf_cmd, bpf_prog_type,
 };
 use cmt_common::api::{ALLOC_FNS, MemoryKind};
-use cmt_common::event::{AllocCookie, Call, CopyCookie, CopyKey, CopyStat, LOST_REASONS};
+use cmt_common::event::{
+    AllocCookie, Call, CopyCookie, CopyKey, CopyStat, LOST_REASONS, Lost, MOST_NESTED,
+};
 use cmt_common::range::{PID_BITS, RESERVED, RangeKey, RangePrefix, RangeValue, next_part};
 
 use super::ProbeError;
@@ -298,7 +300,7 @@ impl Probes {
         }
     }
 
-    /// What could not be recorded so far, by [`cmt_common::event::Lost`].
+    /// What could not be recorded so far, by [`Lost`].
     pub fn lost(&self) -> Result<[u64; LOST_REASONS], ProbeError> {
         let mut lost = [0; LOST_REASONS];
         for (index, count) in lost.iter_mut().enumerate() {
@@ -306,6 +308,13 @@ impl Probes {
                 .lost
                 .get(&(index as u32), 0)
                 .map_err(|error| map_error("LOST", error))?;
+        }
+        // Calls that were taken for nested ones in a call that nobody is in any more; no later call has told so yet.
+        for entry in self.calls.iter() {
+            let (_, call) = entry.map_err(|error| map_error("CALLS", error))?;
+            if call.0.nested > MOST_NESTED {
+                lost[Lost::NoReturn as usize] += u64::from(call.0.nested);
+            }
         }
         Ok(lost)
     }
