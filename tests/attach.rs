@@ -284,6 +284,7 @@ fn a_cmt_that_is_killed_leaves_the_target_running() {
         return;
     };
     let mut victim = Victim::start("victim-drv", ["--threads", "3", "--bytes", "256K,4M"]);
+    let code = victim.code("lib");
     let pid = victim.pid.to_string();
     for round in 0..30 {
         // Reaches from the preflight over the injection to the commit and beyond.
@@ -299,9 +300,17 @@ fn a_cmt_that_is_killed_leaves_the_target_running() {
         // Whatever was left behind, the next cmt clears it up.
         let _ = cmt(["detach", &pid]);
     }
-    attach_and_expect_success(&victim);
-    wait_until_staged(&victim);
-    detach(&victim);
+    // A thread that waits for the cmt that was killed gives up after 10 s; the next cmt then takes its code out.
+    for _ in 0..20 {
+        attach_and_expect_success(&victim);
+        wait_until_staged(&victim);
+        detach(&victim);
+        if victim.code("lib") == code {
+            break;
+        }
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    assert!(victim.code("lib") == code, "something is left in the code");
     assert_eq!(victim.stop()["mismatches"], 0);
 }
 

@@ -43,28 +43,46 @@ impl Cave {
 
 /// Finds a run of zero bytes behind the last instruction of a library's code.
 ///
-/// Code segments are filled up to a page with zeros that no program uses; the largest such gap is taken.
+/// Code segments are filled up to a page with zeros that no program uses.
 pub fn find_cave(target: &Target) -> Result<Cave, InjectError> {
-    const PAGE: u64 = 4096;
-    let len = stub::image(empty_data()).len();
     // A margin: the zeros right behind the code may be its last instruction's operand.
-    let wanted = len + 64;
+    const MARGIN: u64 = 32;
+    code_ends(target)
+        .find(|cave| {
+            let from = cave.address - MARGIN;
+            let end = target.memory.read_up_to(from, cave.len + MARGIN as usize);
+            end.len() == cave.len + MARGIN as usize && end.iter().all(|&byte| byte == 0)
+        })
+        .ok_or(InjectError::NoCave)
+}
+
+/// Stubs that a `cmt` which was killed has left behind.
+pub fn leftovers(target: &Target) -> Vec<Cave> {
+    let stub = stub::image(empty_data());
+    code_ends(target)
+        .filter(|cave| {
+            let found = target.memory.read_up_to(cave.address, cave.len);
+            found.get(HIJACK_OFFSET..) == Some(&stub[HIJACK_OFFSET..])
+        })
+        .collect()
+}
+
+/// Where the stub would stand at the end of each code segment.
+fn code_ends(target: &Target) -> impl Iterator<Item = Cave> {
+    let len = stub::image(empty_data()).len();
+    let code = MMPermissions::READ | MMPermissions::EXECUTE | MMPermissions::PRIVATE;
     target
         .maps
         .iter()
-        .filter(|map| {
-            let perms = MMPermissions::READ | MMPermissions::EXECUTE | MMPermissions::PRIVATE;
-            map.perms.contains(perms)
+        .filter(move |map| {
+            map.perms.contains(code)
                 && !map.perms.contains(MMPermissions::WRITE)
                 && matches!(&map.pathname, MMapPath::Path(path) if !path.to_string_lossy().contains("memfd:"))
         })
-        .find_map(|map| {
-            let last: [u8; PAGE as usize] = target.memory.array(map.address.1 - PAGE).ok()?;
-            let zeros = last.iter().rev().take_while(|&&byte| byte == 0).count();
-            let address = (map.address.1 - len as u64) & !15;
-            (zeros >= wanted && address >= map.address.1 - zeros as u64 + 32).then_some(Cave { address, len })
+        .map(move |map| Cave {
+            address: (map.address.1 - len as u64) & !15,
+            len,
         })
-        .ok_or(InjectError::NoCave)
 }
 
 /// What the new thread is to do.

@@ -238,6 +238,7 @@ pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Atta
     let started = Instant::now();
     let pid = target.pid;
     let _lock = lock(pid)?;
+    clear_leftovers(target);
     let libc = target.libc()?;
     let cuda = target.cuda()?;
     let (control, cave, held) = match find_control(target)? {
@@ -288,6 +289,14 @@ pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Atta
     }
 }
 
+/// Takes out the stubs that a `cmt` which was killed has left behind, unless a thread is still in one.
+fn clear_leftovers(target: &Target) {
+    for cave in hijack::leftovers(target) {
+        // What stays is tried again by the next attach or detach.
+        let _ = commit::commit(target, &[], Some(cave));
+    }
+}
+
 /// Clears a cave in which the bootstrap thread still stood at the commit, on its way out.
 fn clear_later(target: &Target, cave: Cave) {
     for _ in 0..100 {
@@ -309,6 +318,7 @@ pub fn detach(target: &mut Target) -> Result<Detached, InjectError> {
         return Err(InjectError::NotAttached { pid });
     }
     let (restored, pause) = unpatch_and_stop(target, &control)?;
+    clear_leftovers(target);
     Ok(Detached {
         took: started.elapsed(),
         restored,
