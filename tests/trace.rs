@@ -1,73 +1,10 @@
 //! `cmt trace` counts what a program counts itself: every call once, under the function that the program called.
-#![expect(unsafe_code, reason = "sends signals")]
 
-use std::ffi::OsStr;
 use std::fs;
-use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, ChildStderr, Command, Stdio};
+use std::process::Command;
 
-use cmt_tests::{Rung, Victim, built, cmt, cmt_command, require};
+use cmt_tests::{Rung, Trace, Victim, built, cmt, cmt_command, require};
 use serde_json::Value;
-
-/// A `cmt trace --json` whose probes are in place.
-struct Trace {
-    child: Child,
-    stderr: BufReader<ChildStderr>,
-}
-
-impl Trace {
-    #[track_caller]
-    fn start<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Self {
-        Self::start_as(&[], args)
-    }
-
-    #[track_caller]
-    fn start_as<S: AsRef<OsStr>>(env: &[(&str, &str)], args: impl IntoIterator<Item = S>) -> Self {
-        let mut command = cmt_command(["trace", "--json"]);
-        command.args(args).envs(env.iter().copied());
-        Self::spawn(command)
-    }
-
-    #[track_caller]
-    fn spawn(mut command: Command) -> Self {
-        let mut child = command
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("start cmt");
-        let mut stderr = BufReader::new(child.stderr.take().expect("piped"));
-        let mut line = String::new();
-        stderr.read_line(&mut line).expect("read what cmt says");
-        assert_eq!(line, "tracing; Ctrl-C ends it\n");
-        Self { child, stderr }
-    }
-
-    /// Ctrl-C, then the report.
-    #[track_caller]
-    fn interrupt(self) -> Value {
-        signal(self.child.id(), libc::SIGINT);
-        self.finish().0
-    }
-
-    /// The report and what it said on stderr, once all targets have ended.
-    #[track_caller]
-    fn finish(mut self) -> (Value, String) {
-        let mut said = String::new();
-        self.stderr
-            .read_to_string(&mut said)
-            .expect("read what cmt says");
-        let output = self.child.wait_with_output().expect("wait for cmt");
-        assert!(output.status.success(), "{}: {said}", output.status);
-        let report = serde_json::from_slice(&output.stdout).expect("a JSON object");
-        (report, said)
-    }
-}
-
-fn signal(pid: u32, number: i32) {
-    // SAFETY: no memory is touched; the process is our child and not yet waited for, so the id is its own.
-    assert_eq!(unsafe { libc::kill(pid as i32, number) }, 0);
-}
 
 /// Starts a victim that waits for [`Victim::signal`] with SIGUSR1 before it allocates and copies.
 #[track_caller]

@@ -6,11 +6,13 @@
 mod build;
 mod rung;
 mod tool;
+mod trace;
 mod victim;
 
 pub use build::{Built, built};
 pub use rung::{Rung, Turn, libcudart, require};
 pub use tool::{Finished, Running, cmt, cmt_command, spawn_cmt};
+pub use trace::Trace;
 pub use victim::{Footprint, Victim};
 
 use std::path::PathBuf;
