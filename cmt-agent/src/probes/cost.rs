@@ -36,21 +36,23 @@ pub fn pair_ns(probes: &mut Probes) -> (Option<u64>, Links) {
             return (None, Links::default());
         }
     };
-    if probes.enter_phase(phase::COUNTING).is_err() {
+    if probes.maps.enter_phase(phase::COUNTING).is_err() {
         return (None, links);
     }
     run();
     let with = run();
     let counted: Vec<CopyKey> = probes
+        .maps
         .copies()
         .unwrap_or_default()
         .into_iter()
         .map(|(key, _)| key)
         .collect();
     for key in &counted {
-        probes.forget(key);
+        probes.maps.forget(key);
     }
-    let reset = probes.enter_phase(phase::PLACING).is_ok() && probes.reset_pairs().is_ok();
+    let reset =
+        probes.maps.enter_phase(phase::PLACING).is_ok() && probes.maps.reset_pairs().is_ok();
     let cost =
         (reset && !counted.is_empty()).then(|| with.saturating_sub(without) / u64::from(CALLS));
     (cost, links)

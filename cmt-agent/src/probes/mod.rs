@@ -5,9 +5,12 @@
 mod cost;
 mod library;
 mod link;
+mod load;
+mod maps;
 mod programs;
 pub mod rights;
 
+use std::fs;
 use std::io;
 
 use thiserror::Error;
@@ -15,7 +18,8 @@ use thiserror::Error;
 pub use cost::pair_ns;
 pub use library::{FileId, Library, Mapped};
 pub use link::{Links, Target, detach};
-pub use programs::{CopyStats, Probes, Reach, in_first_pid_namespace};
+pub use maps::{CopyStats, Maps};
+pub use programs::{Probes, Reach};
 
 /// Why probes could not be placed.
 #[derive(Debug, Error)]
@@ -86,4 +90,11 @@ impl ProbeError {
             _ => Self::Unsupported { what, source },
         }
     }
+}
+
+/// True where process ids here are those that the kernel counts by.
+pub fn in_first_pid_namespace() -> bool {
+    // PROC_PID_INIT_INO of the kernel.
+    const FIRST: &str = "pid:[4026531836]";
+    fs::read_link("/proc/self/ns/pid").is_ok_and(|link| link.as_os_str() == FIRST)
 }

@@ -103,11 +103,13 @@ impl Scanner {
         self.own = own;
         for watched in self.processes.values() {
             if watched.target.number != 0 {
-                probes.name_target(watched.target.number, watched.target.pid)?;
+                probes
+                    .maps
+                    .name_target(watched.target.number, watched.target.pid)?;
             }
         }
         self.look_at_all(probes)?;
-        probes.enter_phase(phase::COUNTING)?;
+        probes.maps.enter_phase(phase::COUNTING)?;
         self.started = Instant::now();
         Ok(())
     }
@@ -131,7 +133,7 @@ impl Scanner {
     /// Stops counting; returns all probes, to be taken away.
     pub fn end(&mut self, probes: &mut Probes) -> Vec<Links> {
         self.ended_at.get_or_insert_with(Instant::now);
-        if let Err(error) = probes.enter_phase(phase::ENDING) {
+        if let Err(error) = probes.maps.enter_phase(phase::ENDING) {
             self.warn(error.to_string());
         }
         let shared = mem::take(&mut self.shared).into_values();
@@ -146,7 +148,7 @@ impl Scanner {
     /// What the kernel has counted, with what ended processes counted.
     pub fn snapshot(&self, probes: &Probes) -> Result<Snapshot, TraceError> {
         let mut rows = self.finished.clone();
-        for (key, stat) in probes.copies()? {
+        for (key, stat) in probes.maps.copies()? {
             rows.entry(key).or_default().merge(&Stat::from(&stat));
         }
         // A class appears in the map an instant before its first call is counted.
@@ -168,7 +170,7 @@ impl Scanner {
             .collect();
         for key in rows.keys() {
             processes.entry(key.pid).or_insert_with(|| Process {
-                comm: probes.comm(key.pid).unwrap_or_default(),
+                comm: probes.maps.comm(key.pid).unwrap_or_default(),
                 ..Process::default()
             });
         }
@@ -177,8 +179,8 @@ impl Scanner {
             at,
             duration: at.duration_since(self.started),
             rows,
-            lost: probes.lost()?,
-            probe_pairs: probes.pairs()?,
+            lost: probes.maps.lost()?,
+            probe_pairs: probes.maps.pairs()?,
             processes,
             warnings: self.warnings.clone(),
         })
@@ -241,7 +243,10 @@ impl Scanner {
         let maps = read_maps(pid);
         if start_time(pid) != Some(watched.start_time) || maps.as_ref().is_ok_and(Vec::is_empty) {
             watched.ended = true;
-            probes.forget_process(pid);
+            probes.maps.forget_process(pid);
+            for (start, range) in watched.ranges.drain() {
+                probes.maps.release(pid, start, range.bytes);
+            }
             return Ok(());
         }
         watched.comm = comm(pid).unwrap_or_else(|| mem::take(&mut watched.comm));
@@ -348,8 +353,8 @@ impl Scanner {
             let stays = now.get(start) == Some(range);
             if !stays {
                 match range.kind {
-                    None => probes.release(pid, *start, range.bytes),
-                    Some(_) => probes.forget_range(pid, *start),
+                    None => probes.maps.release(pid, *start, range.bytes),
+                    Some(_) => probes.maps.forget_range(pid, *start),
                 }
             }
             stays
@@ -357,11 +362,11 @@ impl Scanner {
         for (start, range) in now {
             match range.kind {
                 None if !watched.ranges.contains_key(&start) => {
-                    probes.reserve(pid, start, range.bytes)?;
+                    probes.maps.reserve(pid, start, range.bytes)?;
                     watched.ranges.insert(start, range);
                 }
                 Some(kind) if first_look => {
-                    probes.remember(pid, start, range.bytes, kind)?;
+                    probes.maps.remember(pid, start, range.bytes, kind)?;
                     watched.ranges.insert(start, range);
                 }
                 _ => {}
@@ -372,7 +377,7 @@ impl Scanner {
 
     /// Moves the counts of processes that have ended out of the kernel's map, whose room is bounded.
     fn harvest(&mut self, probes: &mut Probes) {
-        let Ok(rows) = probes.copies() else {
+        let Ok(rows) = probes.maps.copies() else {
             return;
         };
         for (key, stat) in rows {
@@ -381,11 +386,11 @@ impl Scanner {
                     .entry(key)
                     .or_default()
                     .merge(&Stat::from(&stat));
-                probes.forget(&key);
-                probes.forget_process(key.pid);
+                probes.maps.forget(&key);
+                probes.maps.forget_process(key.pid);
             }
         }
-        probes.drop_dead_calls();
+        probes.maps.drop_dead_calls();
     }
 
     fn warn(&mut self, warning: String) {

@@ -43,7 +43,7 @@ fn table(text: &mut String, process: &ProcessReport, duration_s: f64) {
     // Writing to a String cannot fail, here and below.
     let _ = writeln!(
         text,
-        "{} (pid {}): {} copies, {}, {} in copies of {duration_s:.1} s",
+        "{} (pid {}): {} copies, {}, {} in copies, traced {duration_s:.1}s",
         process.comm,
         process.pid,
         grouped(calls),

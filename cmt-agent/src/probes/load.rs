@@ -1,0 +1,183 @@
+//! Loads the BPF programs, in the way that the links need which this kernel has.
+#![expect(
+    unsafe_code,
+    reason = "aya 0.14 cannot name an attach type for a uprobe program, so one program load is a bare system call"
+)]
+
+use std::collections::HashSet;
+use std::ffi::CStr;
+use std::mem;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
+
+use aya::Ebpf;
+use aya::maps::Map;
+use aya::programs::{ProgramError, UProbe};
+use aya_obj::generated::{
+    bpf_attach_type::BPF_TRACE_UPROBE_MULTI, bpf_attr, bpf_cmd, bpf_insn, bpf_prog_type,
+};
+
+use super::link::bpf;
+use super::programs::{OBJECT, PROGRAMS, Reach, system_error};
+use super::{ProbeError, in_first_pid_namespace};
+
+/// Makes any kernel behave like an old one, for tests: `single` as before 6.6, `filter` as before 6.10.
+const PRETEND: &str = "CMT_PRETEND_KERNEL";
+
+/// The links that work here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// One link a function: the only ones before Linux 6.6.
+    SingleSite,
+    /// Links with many sites whose process filter lets one thread through only, as from 6.6 to 6.9. So they fire for all
+    /// processes, and the programs pick.
+    ManySitesPicking,
+    /// Links with many sites.
+    ManySites,
+}
+
+impl Kind {
+    /// Asks the kernel for its version.
+    pub fn of_links(reach: Reach) -> Self {
+        let version = match std::env::var(PRETEND).as_deref() {
+            Ok("single") => (5, 15),
+            Ok("filter") => (6, 8),
+            _ => kernel_version(),
+        };
+        match reach {
+            _ if version < (6, 6) => Self::SingleSite,
+            Reach::All => Self::ManySites,
+            Reach::Chosen if version >= (6, 10) => Self::ManySites,
+            Reach::Chosen if in_first_pid_namespace() => Self::ManySitesPicking,
+            // The programs would not know the chosen ones by the ids that they have here.
+            Reach::Chosen => Self::SingleSite,
+        }
+    }
+}
+
+fn kernel_version() -> (u32, u32) {
+    let release = nix::sys::utsname::uname()
+        .map(|name| name.release().to_string_lossy().into_owned())
+        .unwrap_or_default();
+    let mut numbers = release
+        .split(|c: char| !c.is_ascii_digit())
+        .filter_map(|part| part.parse::<u32>().ok());
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
+}
+
+/// Loads the programs for single-site links: aya's own way.
+pub(super) fn single(ebpf: &mut Ebpf) -> Result<(), ProbeError> {
+    for name in PROGRAMS {
+        let program: &mut UProbe = ebpf
+            .program_mut(name)
+            .and_then(|program| program.try_into().ok())
+            .ok_or_else(|| ProbeError::Object(format!("no uprobe program {name}")))?;
+        match program.load() {
+            Ok(()) => {}
+            Err(ProgramError::LoadError {
+                io_error,
+                verifier_log,
+            }) if io_error.raw_os_error() != Some(libc::EPERM) => {
+                return Err(ProbeError::Verifier {
+                    program: name,
+                    log: format!("{io_error} {}", tail(&verifier_log.to_string())),
+                });
+            }
+            Err(error) => return Err(ProbeError::of("BPF programs", system_error(error))),
+        }
+    }
+    Ok(())
+}
+
+/// Loads the programs for links with many sites, which aya 0.14 cannot do: their attach type has to be named at load time.
+pub(super) fn multi(ebpf: &Ebpf) -> Result<Vec<OwnedFd>, ProbeError> {
+    let broken = |error: &dyn std::fmt::Display| ProbeError::Object(error.to_string());
+    let mut object = aya_obj::Object::parse(OBJECT).map_err(|error| broken(&error))?;
+    let texts: HashSet<usize> = object
+        .functions
+        .keys()
+        .map(|(section, _)| *section)
+        .collect();
+    let maps = mem::take(&mut object.maps);
+    let with_fds: Vec<(&str, RawFd, &aya_obj::Map)> = maps
+        .iter()
+        .filter_map(|(name, map)| Some((name.as_str(), map_fd(ebpf.map(name)?)?.as_raw_fd(), map)))
+        .collect();
+    object
+        .relocate_maps(with_fds.into_iter(), &texts)
+        .map_err(|error| broken(&error))?;
+    object
+        .relocate_calls(&texts)
+        .map_err(|error| broken(&error))?;
+    PROGRAMS
+        .iter()
+        .map(|name| {
+            let program = object
+                .programs
+                .get(*name)
+                .ok_or_else(|| broken(&format!("no program {name}")))?;
+            let function = &object.functions[&program.function_key()];
+            load_program(name, &function.instructions, &program.license)
+        })
+        .collect()
+}
+
+fn load_program(
+    name: &'static str,
+    instructions: &[bpf_insn],
+    license: &CStr,
+) -> Result<OwnedFd, ProbeError> {
+    let mut log = Vec::new();
+    loop {
+        // SAFETY: all-zero bytes are a value of this union of integers.
+        let mut attr: bpf_attr = unsafe { mem::zeroed() };
+        // SAFETY: every member of the union is plain integers, so this view of it is valid.
+        let load = unsafe { &mut attr.__bindgen_anon_3 };
+        load.prog_type = bpf_prog_type::BPF_PROG_TYPE_KPROBE as u32;
+        load.expected_attach_type = BPF_TRACE_UPROBE_MULTI as u32;
+        load.insns = instructions.as_ptr() as u64;
+        load.insn_cnt = instructions.len() as u32;
+        load.license = license.as_ptr() as u64;
+        for (to, from) in load.prog_name.iter_mut().zip(name.bytes()).take(15) {
+            *to = from as _;
+        }
+        if !log.is_empty() {
+            load.log_level = 1;
+            load.log_buf = log.as_mut_ptr() as u64;
+            load.log_size = log.len() as u32;
+        }
+        match bpf(bpf_cmd::BPF_PROG_LOAD, &mut attr) {
+            Ok(fd) => return Ok(fd),
+            Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
+                return Err(ProbeError::of("BPF programs", error));
+            }
+            // Once more, for the verifier's words.
+            Err(_) if log.is_empty() => log = vec![0u8; 1 << 20],
+            Err(error) => {
+                let end = log.iter().position(|byte| *byte == 0).unwrap_or(log.len());
+                return Err(ProbeError::Verifier {
+                    program: name,
+                    log: format!("{error} {}", tail(&String::from_utf8_lossy(&log[..end]))),
+                });
+            }
+        }
+    }
+}
+
+fn tail(log: &str) -> String {
+    const LINES: usize = 12;
+    let lines: Vec<&str> = log.lines().collect();
+    lines[lines.len().saturating_sub(LINES)..].join("\n")
+}
+
+fn map_fd(map: &Map) -> Option<BorrowedFd<'_>> {
+    let (Map::Array(data)
+    | Map::HashMap(data)
+    | Map::LruHashMap(data)
+    | Map::LpmTrie(data)
+    | Map::PerCpuArray(data)
+    | Map::RingBuf(data)) = map
+    else {
+        return None;
+    };
+    Some(data.fd().as_fd())
+}

@@ -1,0 +1,282 @@
+//! The maps that the programs share with the host: what was counted, and what the programs have to know.
+#![expect(
+    unsafe_code,
+    reason = "map keys and values are passed to the kernel as bytes"
+)]
+
+use std::path::Path;
+
+use aya::maps::{
+    Array, HashMap, LpmTrie, Map, MapData, MapError, PerCpuArray, PerCpuValues, lpm_trie,
+};
+use aya::{Ebpf, Pod};
+use cmt_common::api::MemoryKind;
+use cmt_common::event::{Call, CopyKey, CopyStat, LOST_REASONS, Lost, MOST_NESTED};
+use cmt_common::range::{PID_BITS, RESERVED, RangeKey, RangePrefix, RangeValue, next_part};
+
+use super::ProbeError;
+
+macro_rules! pod {
+    ($($name:ident($inner:ty)),*) => {$(
+        #[derive(Clone, Copy)]
+        #[repr(transparent)]
+        struct $name($inner);
+        // SAFETY: a repr(C) structure of integers without padding: any bytes are a value, and all bytes are initialised.
+        unsafe impl Pod for $name {}
+    )*};
+}
+pod!(
+    CallPod(Call),
+    KeyPod(CopyKey),
+    StatPod(CopyStat),
+    RangeKeyPod(RangeKey),
+    RangeValuePod(RangeValue),
+    PrefixPod(RangePrefix)
+);
+
+/// What the kernel has counted so far.
+pub type CopyStats = Vec<(CopyKey, CopyStat)>;
+
+/// The maps of one tracer's programs.
+pub struct Maps {
+    chosen: HashMap<MapData, u32, u8>,
+    copies: HashMap<MapData, KeyPod, StatPod>,
+    calls: HashMap<MapData, u64, CallPod>,
+    comms: HashMap<MapData, u32, [u8; 16]>,
+    pairs: PerCpuArray<MapData, u64>,
+    phase: Array<MapData, u32>,
+    lost: Array<MapData, u64>,
+    targets: Array<MapData, u32>,
+    prefixes: LpmTrie<MapData, PrefixPod, u32>,
+    ranges: HashMap<MapData, RangeKeyPod, RangeValuePod>,
+}
+
+impl Maps {
+    /// Takes them from a loaded object.
+    pub(super) fn take(ebpf: &mut Ebpf) -> Result<Self, ProbeError> {
+        Ok(Self {
+            chosen: take(ebpf, "CHOSEN")?,
+            copies: take(ebpf, "COPIES")?,
+            calls: take(ebpf, "CALLS")?,
+            comms: take(ebpf, "COMMS")?,
+            pairs: take(ebpf, "PAIRS")?,
+            phase: take(ebpf, "PHASE")?,
+            lost: take(ebpf, "LOST")?,
+            targets: take(ebpf, "TARGETS")?,
+            prefixes: take(ebpf, "PREFIXES")?,
+            ranges: take(ebpf, "RANGES")?,
+        })
+    }
+
+    /// Makes the programs see process `pid`, where they pick.
+    pub(super) fn choose(&mut self, pid: u32) -> Result<(), ProbeError> {
+        self.chosen
+            .insert(pid, 1, 0)
+            .map_err(|error| map_error("CHOSEN", error))
+    }
+
+    /// Everything counted so far. Single values are exact; values that change while they are read may be of different
+    /// moments.
+    pub fn copies(&self) -> Result<CopyStats, ProbeError> {
+        let mut found = Vec::new();
+        for entry in self.copies.iter() {
+            let (key, stat) = entry.map_err(|error| map_error("COPIES", error))?;
+            found.push((key.0, stat.0));
+        }
+        Ok(found)
+    }
+
+    /// Removes what was counted under `key`.
+    pub fn forget(&mut self, key: &CopyKey) {
+        // It may have gone already; there is nothing else to do then.
+        let _ = self.copies.remove(&KeyPod(*key));
+    }
+
+    /// Times that a pair of probes has fired so far.
+    pub fn pairs(&self) -> Result<u64, ProbeError> {
+        let each = self
+            .pairs
+            .get(&0, 0)
+            .map_err(|error| map_error("PAIRS", error))?;
+        Ok(each.iter().sum())
+    }
+
+    /// Makes [`Maps::pairs`] start from 0 again.
+    pub(super) fn reset_pairs(&mut self) -> Result<(), ProbeError> {
+        let cpus = aya::util::nr_cpus()
+            .map_err(|(path, error)| map_error("PAIRS", format!("{path}: {error}")))?;
+        let zeros =
+            PerCpuValues::try_from(vec![0; cpus]).map_err(|error| map_error("PAIRS", error))?;
+        self.pairs
+            .set(0, zeros, 0)
+            .map_err(|error| map_error("PAIRS", error))
+    }
+
+    /// The name under which the kernel knew process `pid` when it made its first copy.
+    pub fn comm(&self, pid: u32) -> Option<String> {
+        let comm = self.comms.get(&pid, 0).ok()?;
+        let end = comm
+            .iter()
+            .position(|byte| *byte == 0)
+            .unwrap_or(comm.len());
+        Some(String::from_utf8_lossy(&comm[..end]).into_owned())
+    }
+
+    /// Makes room that threads hold which ended within a copy.
+    pub fn drop_dead_calls(&mut self) {
+        let threads: Vec<u64> = self.calls.keys().filter_map(Result::ok).collect();
+        for thread in threads {
+            let (pid, tid) = (thread >> 32, thread as u32);
+            if !Path::new(&format!("/proc/{pid}/task/{tid}")).exists() {
+                // It may have gone already.
+                let _ = self.calls.remove(&thread);
+            }
+        }
+    }
+
+    /// What could not be recorded so far, by [`Lost`].
+    pub fn lost(&self) -> Result<[u64; LOST_REASONS], ProbeError> {
+        let mut lost = [0; LOST_REASONS];
+        for (index, count) in lost.iter_mut().enumerate() {
+            *count = self
+                .lost
+                .get(&(index as u32), 0)
+                .map_err(|error| map_error("LOST", error))?;
+        }
+        // Calls that were taken for nested ones in a call that nobody is in any more; no later call has told so yet.
+        for entry in self.calls.iter() {
+            let (_, call) = entry.map_err(|error| map_error("CALLS", error))?;
+            if call.0.nested > MOST_NESTED {
+                lost[Lost::NoReturn as usize] += u64::from(call.0.nested);
+            }
+        }
+        Ok(lost)
+    }
+
+    /// Tells the programs which part of a trace this is: one of [`cmt_common::event::phase`].
+    pub fn enter_phase(&mut self, phase: u32) -> Result<(), ProbeError> {
+        self.phase
+            .set(0, phase, 0)
+            .map_err(|error| map_error("PHASE", error))
+    }
+
+    /// Makes target `number` count under `pid`.
+    pub fn name_target(&mut self, number: u16, pid: u32) -> Result<(), ProbeError> {
+        self.targets
+            .set(number as u32, pid, 0)
+            .map_err(|error| map_error("TARGETS", error))
+    }
+
+    /// Tells the programs what a range of a process's memory is.
+    pub fn remember(
+        &mut self,
+        pid: u32,
+        start: u64,
+        bytes: u64,
+        kind: MemoryKind,
+    ) -> Result<(), ProbeError> {
+        let value = RangeValue {
+            bytes,
+            kind: kind as u32,
+            _pad: 0,
+        };
+        self.ranges
+            .insert(
+                RangeKeyPod(RangeKey::new(pid, start)),
+                RangeValuePod(value),
+                0,
+            )
+            .map_err(|error| map_error("RANGES", error))?;
+        let mut at = start;
+        while let Some((bits, next)) = next_part(at, start + bytes) {
+            self.prefixes
+                .insert(&prefix(pid, at, bits), kind as u32, 0)
+                .map_err(|error| map_error("PREFIXES", error))?;
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// Undoes [`Maps::remember`], whatever has become of the range since.
+    pub fn forget_range(&mut self, pid: u32, start: u64) {
+        let key = RangeKeyPod(RangeKey::new(pid, start));
+        let Ok(value) = self.ranges.get(&key, 0) else {
+            return;
+        };
+        // Each may have gone already.
+        let _ = self.ranges.remove(&key);
+        let mut at = start;
+        while let Some((bits, next)) = next_part(at, start + value.0.bytes) {
+            let _ = self.prefixes.remove(&prefix(pid, at, bits));
+            at = next;
+        }
+    }
+
+    /// Tells the programs that a range is out of the processor's reach, as far as nothing better is known of it.
+    pub fn reserve(&mut self, pid: u32, start: u64, bytes: u64) -> Result<(), ProbeError> {
+        const NO_EXIST: u64 = 1;
+        let mut at = start;
+        while let Some((bits, next)) = next_part(at, start + bytes) {
+            match self
+                .prefixes
+                .insert(&prefix(pid, at, bits), RESERVED, NO_EXIST)
+            {
+                Ok(()) => {}
+                Err(MapError::SyscallError(error))
+                    if error.io_error.raw_os_error() == Some(libc::EEXIST) => {}
+                Err(error) => return Err(map_error("PREFIXES", error)),
+            }
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// Undoes [`Maps::reserve`].
+    pub fn release(&mut self, pid: u32, start: u64, bytes: u64) {
+        let mut at = start;
+        while let Some((bits, next)) = next_part(at, start + bytes) {
+            let key = prefix(pid, at, bits);
+            // A map of prefixes finds the longest that fits: at its own first address, this one or something better.
+            if self
+                .prefixes
+                .get(&key, 0)
+                .is_ok_and(|kind| kind == RESERVED)
+            {
+                // It may have gone already.
+                let _ = self.prefixes.remove(&key);
+            }
+            at = next;
+        }
+    }
+
+    /// Forgets all ranges of a process.
+    pub fn forget_process(&mut self, pid: u32) {
+        let starts: Vec<u64> = self
+            .ranges
+            .keys()
+            .filter_map(Result::ok)
+            .filter(|key| key.0.pid == pid)
+            .map(|key| key.0.start)
+            .collect();
+        for start in starts {
+            self.forget_range(pid, start);
+        }
+    }
+}
+
+fn prefix(pid: u32, at: u64, bits: u32) -> lpm_trie::Key<PrefixPod> {
+    lpm_trie::Key::new(PID_BITS + bits, PrefixPod(RangePrefix::new(pid, at)))
+}
+
+fn take<M: TryFrom<Map>>(ebpf: &mut Ebpf, name: &'static str) -> Result<M, ProbeError> {
+    ebpf.take_map(name)
+        .and_then(|map| map.try_into().ok())
+        .ok_or_else(|| ProbeError::Object(format!("no map {name} of the expected type")))
+}
+
+fn map_error(map: &'static str, error: impl std::fmt::Display) -> ProbeError {
+    ProbeError::Map {
+        map,
+        reason: error.to_string(),
+    }
+}
