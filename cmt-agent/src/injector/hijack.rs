@@ -168,7 +168,7 @@ fn candidates(target: &Target) -> Result<Vec<i32>, InjectError> {
     let mut ranked: Vec<(usize, i32)> = target
         .threads()?
         .into_iter()
-        .filter(|&tid| !thread_name(target.pid, tid).starts_with("cmt-"))
+        .filter(|&tid| !super::is_ours(&thread_name(target.pid, tid)))
         .map(|tid| (rank(target.pid, tid), tid))
         .filter(|&(rank, _)| rank < usize::MAX)
         .collect();
@@ -348,6 +348,7 @@ fn empty_data() -> StubData {
         control: 0,
         control_name: [0; 16],
         payload_name: [0; 16],
+        thread_name: [0; 16],
     }
 }
 
@@ -377,6 +378,7 @@ fn send_off(
         control,
         control_name: padded(CONTROL_NAME),
         payload_name: padded(PAYLOAD_NAME),
+        thread_name: padded(stub::THREAD_NAME),
     };
     // Below the red zone: the saved registers, below them the extended state at a multiple of 64.
     let registers = SavedRegisters::new(&thread.regs, rax).to_bytes();

@@ -259,9 +259,6 @@ pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Atta
     let result = patch_and_enable(target, &control, plan, max_threads, cave);
     match result {
         Ok(commit) => {
-            if let Some(cave) = cave.filter(|_| !commit.cave_cleared) {
-                clear_later(target, cave);
-            }
             let hooks = || (0..HOOKED).map(|index| (index, control.hook(index)));
             Ok(Attached {
                 patched: hooks()
@@ -297,16 +294,6 @@ fn clear_leftovers(target: &Target) {
     }
 }
 
-/// Clears a cave in which the bootstrap thread still stood at the commit, on its way out.
-fn clear_later(target: &Target, cave: Cave) {
-    for _ in 0..100 {
-        std::thread::sleep(Duration::from_millis(1));
-        if commit::commit(target, &[], Some(cave)).is_ok_and(|done| done.cave_cleared) {
-            return;
-        }
-    }
-}
-
 /// Detaches: drains, restores the original bytes, stops the helpers and frees pinned memory.
 pub fn detach(target: &mut Target) -> Result<Detached, InjectError> {
     let started = Instant::now();
@@ -329,11 +316,7 @@ pub fn detach(target: &mut Target) -> Result<Detached, InjectError> {
 /// Whether the payload's control thread lives.
 pub fn has_control_thread(target: &Target, control: &ControlMap) -> bool {
     control.control_tid.load(Ordering::Acquire) != 0
-        && target
-            .threads()
-            .unwrap_or_default()
-            .into_iter()
-            .any(|tid| thread_name(target.pid, tid) == "cmt-control")
+        && has_thread(target, |name| name == "cmt-control")
 }
 
 /// Refuses a forked child: it shares the parent's control block but not its threads.
@@ -417,15 +400,15 @@ fn fill_and_start(
     control.magic.store(MAGIC, Ordering::Relaxed);
     control.boot.state.store(boot::LOAD, Ordering::Release);
     control::wake(&control.boot.state);
-    wait_running(control)?;
+    wait_running(target, control)?;
     Ok(target.refresh_maps()?)
 }
 
-fn wait_running(control: &ControlMap) -> Result<(), InjectError> {
+fn wait_running(target: &Target, control: &ControlMap) -> Result<(), InjectError> {
     let deadline = Instant::now() + STEP_LIMIT;
     loop {
         match control.boot.state.load(Ordering::Acquire) {
-            boot::RUNNING => return Ok(()),
+            boot::RUNNING => break,
             boot::FAILED => {
                 let message = match control.boot_message() {
                     text if text.is_empty() => control.message(),
@@ -441,6 +424,11 @@ fn wait_running(control: &ControlMap) -> Result<(), InjectError> {
             _ => std::thread::sleep(Duration::from_micros(100)),
         }
     }
+    // Its last instructions stand in the cave, which the commit is to clear.
+    while Instant::now() < deadline && has_thread(target, |name| name == stub::THREAD_NAME) {
+        std::thread::sleep(Duration::from_micros(50));
+    }
+    Ok(())
 }
 
 /// Starts the control thread of a payload that is loaded already.
@@ -463,7 +451,7 @@ fn restart(
             control: control.address(),
         },
     )?;
-    if let Err(error) = wait_running(control) {
+    if let Err(error) = wait_running(target, control) {
         let _ = commit::commit(target, &[], Some(cave));
         return Err(error);
     }
@@ -536,7 +524,7 @@ fn unpatch_and_stop(
     if alive {
         control.command(command::STOP, DRAIN_LIMIT)?;
         let deadline = Instant::now() + STEP_LIMIT;
-        while has_our_threads(target) && Instant::now() < deadline {
+        while has_thread(target, is_ours) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(200));
         }
     }
@@ -547,12 +535,17 @@ fn is_patched(target: &Target, hook: &HookState) -> bool {
     target.memory.read_up_to(hook.window, hook.patched.len()) == hook.patched
 }
 
-fn has_our_threads(target: &Target) -> bool {
+fn has_thread(target: &Target, named: impl Fn(&str) -> bool) -> bool {
     target
         .threads()
         .unwrap_or_default()
         .into_iter()
-        .any(|tid| thread_name(target.pid, tid).starts_with("cmt-"))
+        .any(|tid| named(&thread_name(target.pid, tid)))
+}
+
+/// Whether a thread of this name is one that attaching made.
+fn is_ours(name: &str) -> bool {
+    [stub::THREAD_NAME, "cmt-control"].contains(&name) || name.starts_with("cmt-copy-")
 }
 
 /// Name of a thread; empty if it has ended.

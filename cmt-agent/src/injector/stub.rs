@@ -32,7 +32,12 @@ pub struct StubData {
     pub control_name: [u8; 16],
     /// Name of the payload's memfd.
     pub payload_name: [u8; 16],
+    /// Name of the new thread.
+    pub thread_name: [u8; 16],
 }
+
+/// How the bootstrap thread is called while it runs the stub.
+pub const THREAD_NAME: &str = "cmt-boot";
 
 impl StubData {
     /// As the bytes that the stub reads.
@@ -49,6 +54,7 @@ impl StubData {
         let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         bytes.extend(self.control_name);
         bytes.extend(self.payload_name);
+        bytes.extend(self.thread_name);
         bytes
     }
 }
@@ -153,6 +159,10 @@ std::arch::global_asm!(
     "xor edx, edx",
     "mov r10d, 8",
     "mov eax, 14", // rt_sigprocmask
+    "syscall",
+    "mov edi, 15", // PR_SET_NAME
+    "lea rsi, [rip + 1b + {thread_name}]",
+    "mov eax, 157", // prctl
     "syscall",
     "mov rbx, qword ptr [rip + 1b + {control}]",
     "mov rax, qword ptr [rip + 1b + {entry}]",
@@ -274,6 +284,7 @@ std::arch::global_asm!(
     entry = const offset_of!(StubData, entry),
     control_name = const offset_of!(StubData, control_name),
     payload_name = const offset_of!(StubData, payload_name),
+    thread_name = const offset_of!(StubData, thread_name),
     all_but_glibc = const !(0b11u64 << 31) as i64,
     control_bytes = const CONTROL_BYTES,
     payload_fd = const offset_of!(Boot, payload_fd),

@@ -237,9 +237,9 @@ impl Stopped {
     /// If the stop has made a system call return early with EINTR, lets the kernel start it again.
     ///
     /// Most calls are restarted by the kernel; these return EINTR after any stop (signal(7), "Interruption of system
-    /// calls and library functions by stop signals"). A signal that waits must be seen by the call, so it is not touched.
+    /// calls and library functions by stop signals"). A signal whose handler runs first still makes it EINTR.
     fn rewrite_eintr(&mut self) -> Result<(), ThreadError> {
-        if self.was_interrupted() && !self.has_signal() && !pending_signals(self.tid) {
+        if self.was_interrupted() && !self.has_signal() {
             self.regs.rax = -514i64 as u64; // -ERESTARTNOHAND
             self.set_regs()?;
         }
