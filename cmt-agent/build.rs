@@ -40,6 +40,19 @@ fn main() {
     ] {
         cargo.env_remove(wrapper);
     }
+    let features: Vec<_> = ["frida", "frida-download"]
+        .into_iter()
+        .filter(|name| {
+            let variable = format!("CARGO_FEATURE_{}", name.to_uppercase().replace('-', "_"));
+            std::env::var_os(variable).is_some()
+        })
+        .collect();
+    cargo.args(["--features", &features.join(",")]);
+    println!("cargo::rerun-if-env-changed=FRIDA_GUM_DEVKIT");
+    if let Ok(devkit) = std::env::var("FRIDA_GUM_DEVKIT") {
+        // frida-gum-sys has no way of its own to be told where its header is.
+        cargo.env("BINDGEN_EXTRA_CLANG_ARGS", format!("-I{devkit}"));
+    }
     let status = cargo.status().expect("cargo runs");
     assert!(status.success(), "building the payload failed: {status}");
     copy(

@@ -10,7 +10,6 @@ use std::time::{Duration, SystemTime};
 
 use cmt_common::control::{Control, HookSlot, RELOCATED_MAX, WINDOW_MAX, command, hook, state};
 
-use crate::hook::builtin::Builtin;
 use crate::hook::{Function, HookEngine};
 use crate::route;
 
@@ -44,7 +43,7 @@ fn serve(control: &'static Control, mut seen: u32) {
     // SAFETY: gettid only returns a number.
     let tid = unsafe { libc::gettid() };
     control.control_tid.store(tid as u32, Ordering::Release);
-    let mut engine = Builtin::default();
+    let mut engine = crate::hook::engine();
     loop {
         wait(&control.command_seq, seen);
         let seq = control.command_seq.load(Ordering::Acquire);
@@ -53,8 +52,10 @@ fn serve(control: &'static Control, mut seen: u32) {
         }
         seen = seq;
         let number = control.command.load(Ordering::Acquire);
-        let outcome = catch_unwind(AssertUnwindSafe(|| carry_out(control, &mut engine, number)))
-            .unwrap_or_else(|_| Err("it panicked".to_owned()));
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            carry_out(control, engine.as_mut(), number)
+        }))
+        .unwrap_or_else(|_| Err("it panicked".to_owned()));
         if let Err(message) = &outcome {
             put_text(message, &raw const control.message);
         }

@@ -4,7 +4,10 @@
 //! control thread of a foreign process: it may allocate, never prints, and reports everything that it cannot do.
 
 pub mod builtin;
+#[cfg(feature = "frida")]
+pub mod frida;
 mod near;
+mod plan;
 
 #[cfg(test)]
 mod tests;
@@ -32,12 +35,13 @@ pub struct Prepared {
     pub patched: Vec<u8>,
     /// Address of the original function for the replacement to call.
     pub trampoline: u64,
-    /// Every instruction of the window, the first included, and where its copy stands; at most [`RELOCATED_MAX`].
+    /// The window's instructions from the first on and where their copies stand; at most [`RELOCATED_MAX`]. It may end
+    /// early: threads that stand behind its end have to be waited for.
     pub relocated: Vec<Relocated>,
 }
 
 // A window is refused once it passes WINDOW_MAX, and it ends with the instruction that covers its fifth byte.
-const _: () = assert!(RELOCATED_MAX >= builtin::JUMP_BYTES && WINDOW_MAX >= builtin::JUMP_BYTES);
+const _: () = assert!(RELOCATED_MAX >= plan::JUMP_BYTES && WINDOW_MAX >= plan::JUMP_BYTES);
 
 /// Builds trampolines and thunks.
 pub trait HookEngine {
@@ -49,6 +53,14 @@ pub trait HookEngine {
 
     /// Makes everything that was prepared so far executable and takes the right to write it away.
     fn seal(&mut self) -> Result<(), HookError>;
+}
+
+/// The engine of this build: frida's where it is built in, else the built-in one.
+pub fn engine() -> Box<dyn HookEngine> {
+    #[cfg(feature = "frida")]
+    return Box::new(frida::Frida::default());
+    #[cfg(not(feature = "frida"))]
+    Box::new(builtin::Builtin::default())
 }
 
 /// Why a function cannot be hooked. Nothing was changed.

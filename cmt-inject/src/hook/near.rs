@@ -10,6 +10,8 @@
 
 use std::fs::File;
 use std::io::{Error, ErrorKind};
+#[cfg(feature = "frida")]
+use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::FileExt;
 
@@ -17,6 +19,8 @@ use super::HookError;
 
 /// Bytes of one region: room for the hooks of one library.
 const REGION_BYTES: u64 = 4096;
+/// More than a trampoline and a thunk take together: two kept instructions, a window and their undoing.
+const HOOK_BYTES: u64 = 256;
 /// How far a region may be from the code: 2 GiB less room for the library's own data behind or before the code.
 const REACH_BYTES: u64 = (2 << 30) - (256 << 20);
 /// Nothing is placed below: `vm.mmap_min_addr` is at most this where it is set as usual.
@@ -30,6 +34,11 @@ struct Mapping {
     end: u64,
     /// Readable and executable.
     code: bool,
+    #[cfg_attr(
+        not(feature = "frida"),
+        expect(dead_code, reason = "only gum leaves pages writable")
+    )]
+    writable: bool,
     /// The heap grows up from it, the stack down.
     grows: bool,
 }
@@ -51,6 +60,7 @@ fn parse(line: &str) -> Option<Mapping> {
         start: u64::from_str_radix(start, 16).ok()?,
         end: u64::from_str_radix(end, 16).ok()?,
         code: rights.first() == Some(&b'r') && rights.get(2) == Some(&b'x'),
+        writable: rights.get(1) == Some(&b'w'),
         grows: name == "[heap]" || name == "[stack]",
     })
 }
@@ -68,6 +78,45 @@ pub(super) fn read_code(address: u64, max_bytes: u64) -> Result<Vec<u8>, HookErr
     Ok(unsafe { std::slice::from_raw_parts(address as *const u8, bytes) }.to_vec())
 }
 
+/// The parts of `own` that are writable and executable.
+#[cfg(feature = "frida")]
+pub(super) fn writable_code(own: &[Range<u64>]) -> Result<Vec<Range<u64>>, HookError> {
+    let mut parts = Vec::new();
+    for mapping in mappings()?.iter().filter(|it| it.code && it.writable) {
+        for range in own {
+            let part = range.start.max(mapping.start)..range.end.min(mapping.end);
+            if !part.is_empty() {
+                parts.push(part);
+            }
+        }
+    }
+    Ok(parts)
+}
+
+/// Pages near code that are open for more hooks.
+#[derive(Default)]
+pub(super) struct Regions(Vec<Region>);
+
+impl Regions {
+    /// A region that has room for a hook and that code at `address` reaches.
+    pub(super) fn near(&mut self, address: u64) -> Result<&mut Region, HookError> {
+        let fits = |region: &Region| region.reaches(address) && region.has_room(HOOK_BYTES);
+        let index = match self.0.iter().position(fits) {
+            Some(index) => index,
+            None => {
+                self.0.push(Region::near(address)?);
+                self.0.len() - 1
+            }
+        };
+        Ok(&mut self.0[index])
+    }
+
+    /// Closes the only way to write the regions; they were mapped executable all along, and stay so for good.
+    pub(super) fn close(&mut self) {
+        self.0.clear();
+    }
+}
+
 /// A page of executable memory near some code, filled from the front.
 pub(super) struct Region {
     memory: File,
@@ -77,7 +126,7 @@ pub(super) struct Region {
 
 impl Region {
     /// A new region near `address`.
-    pub(super) fn near(address: u64) -> Result<Self, HookError> {
+    fn near(address: u64) -> Result<Self, HookError> {
         // SAFETY: the name is NUL-terminated, and the call touches no other memory.
         let fd = unsafe { libc::memfd_create(c"cmt-thunks".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
@@ -104,12 +153,12 @@ impl Region {
     }
 
     /// Whether code at `address` and this region reach each other.
-    pub(super) fn reaches(&self, address: u64) -> bool {
+    fn reaches(&self, address: u64) -> bool {
         self.base.abs_diff(address) <= REACH_BYTES
     }
 
     /// Whether `bytes` more fit in.
-    pub(super) fn has_room(&self, bytes: u64) -> bool {
+    fn has_room(&self, bytes: u64) -> bool {
         self.used + bytes <= REGION_BYTES
     }
 
@@ -203,6 +252,7 @@ mod tests {
             start,
             end,
             code: true,
+            writable: false,
             grows,
         }
     }

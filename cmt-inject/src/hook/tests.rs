@@ -1,14 +1,54 @@
-//! Functions made of bytes are hooked, called, and put back.
+//! One suite for all engines: functions made of bytes are hooked, called, and put back.
 #![expect(
     unsafe_code,
     reason = "writes functions into executable memory and calls them"
 )]
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::builtin::Builtin;
+#[cfg(feature = "frida")]
+use super::frida::Frida;
 use super::{Function, HookEngine, HookError, Prepared};
+
+/// What the suite needs of an engine.
+trait Engine: HookEngine + Default {}
+impl<E: HookEngine + Default> Engine for E {}
+
+/// Makes a test of each case, for each engine that is built in.
+macro_rules! suite {
+    ($($case:ident)*) => {
+        mod builtin {
+            $(#[test]
+            fn $case() {
+                super::$case::<super::Builtin>();
+            })*
+        }
+        #[cfg(feature = "frida")]
+        mod frida {
+            $(#[test]
+            fn $case() {
+                super::$case::<super::Frida>();
+            })*
+        }
+    };
+}
+
+suite! {
+    the_prologue_of_libcuda_gets_a_window_of_two_instructions
+    an_operand_relative_to_rip_is_moved
+    behind_endbr64_the_next_instruction_stays_too
+    other_first_instructions_are_undone
+    a_probe_on_the_first_instruction_is_seen_through
+    hooks_of_one_library_share_a_page
+    what_cannot_be_patched_is_refused_by_name
+    a_branch_into_the_window_is_refused_wherever_it_stands
+    a_loop_to_the_function_itself_is_no_obstacle
+    nothing_stays_writable
+    what_was_sealed_runs_on_while_more_is_prepared
+    a_branch_behind_the_window_is_no_obstacle
+}
 
 type Seven = extern "C" fn(u64, u64, u64, u64, u64, u64, u64) -> u64;
 
@@ -27,6 +67,8 @@ const LEAVE_RET: &[u8] = &[0xc9, 0xc3];
 /// Replacements find the trampoline here; one test uses it at a time.
 static TRAMPOLINE: AtomicU64 = AtomicU64::new(0);
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+/// An engine may open its pages from the first `prepare` to `seal`; a payload has one thread that does this.
+static ONE_PREPARES: Mutex<()> = Mutex::new(());
 
 /// Doubles what the original returns and adds its own weighted sum, so that each argument has to arrive.
 extern "C" fn replacement(a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64) -> u64 {
@@ -91,13 +133,26 @@ impl Code {
         function(1, 2, 3, 4, 5, 6, 7)
     }
 
-    fn prepare(&self) -> Result<Prepared, HookError> {
-        prepare(self.address, self.size)
+    fn prepare<E: Engine>(&self) -> Result<Prepared, HookError> {
+        prepare::<E>(self.address, self.size)
+    }
+
+    /// Takes the right to write the page away, as a library's code is mapped.
+    fn protect(&self) {
+        let rights = libc::PROT_READ | libc::PROT_EXEC;
+        // SAFETY: the page is this test's own.
+        let done = unsafe { libc::mprotect(self.address as *mut _, PAGE_BYTES, rights) };
+        assert_eq!(done, 0);
     }
 }
 
-fn prepare(address: u64, size: u64) -> Result<Prepared, HookError> {
-    let mut engine = Builtin::default();
+fn lock(mutex: &'static Mutex<()>) -> MutexGuard<'static, ()> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn prepare<E: Engine>(address: u64, size: u64) -> Result<Prepared, HookError> {
+    let _guard = lock(&ONE_PREPARES);
+    let mut engine = E::default();
     let replacement = replacement as *const () as u64;
     let prepared = engine.prepare(Function { address, size }, replacement);
     engine.seal().expect("seal");
@@ -105,13 +160,11 @@ fn prepare(address: u64, size: u64) -> Result<Prepared, HookError> {
 }
 
 /// Hooks a function that returns the sum of its seven arguments, calls it, puts it back; returns what was prepared.
-fn hook_and_restore(code: &Code) -> Prepared {
-    let _guard = ONE_AT_A_TIME
-        .lock()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
+fn hook_and_restore<E: Engine>(code: &Code) -> Prepared {
+    let _guard = lock(&ONE_AT_A_TIME);
     assert_eq!(code.call(), 28, "the function itself");
     let before = code.bytes();
-    let prepared = code.prepare().expect("prepare");
+    let prepared = code.prepare::<E>().expect("prepare");
     assert_eq!(code.bytes(), before, "preparing must patch nothing");
 
     let offset = prepared.window - code.address;
@@ -146,20 +199,22 @@ fn driver_function() -> Code {
     ])
 }
 
-#[test]
-fn the_prologue_of_libcuda_gets_a_window_of_two_instructions() {
+fn the_prologue_of_libcuda_gets_a_window_of_two_instructions<E: Engine>() {
     let code = driver_function();
-    let prepared = hook_and_restore(&code);
+    let prepared = hook_and_restore::<E>(&code);
     assert_eq!(prepared.window, code.address + 1);
     assert_eq!(prepared.original, [0x48, 0x89, 0xe5, 0x41, 0x54]);
     let from: Vec<u64> = prepared.relocated.iter().map(|moved| moved.from).collect();
     assert_eq!(from, [code.address + 1, code.address + 4]);
-    let to: Vec<u64> = prepared.relocated.iter().map(|moved| moved.to).collect();
-    assert_eq!(to, [prepared.trampoline + 1, prepared.trampoline + 4]);
+    // A thread that stands on either goes on at a copy of it.
+    for (moved, bytes) in prepared.relocated.iter().zip([MOV_RBP_RSP, &[0x41, 0x54]]) {
+        // SAFETY: the engine put an instruction there, and trampolines stay.
+        let copy = unsafe { std::slice::from_raw_parts(moved.to as *const u8, bytes.len()) };
+        assert_eq!(copy, bytes);
+    }
 }
 
-#[test]
-fn an_operand_relative_to_rip_is_moved() {
+fn an_operand_relative_to_rip_is_moved<E: Engine>() {
     // mov rax, [rip + d] reads the eight bytes at offset 4096, then they are added to the sum as 0.
     let code = Code::new(&[
         PUSH_RBP,
@@ -170,7 +225,7 @@ fn an_operand_relative_to_rip_is_moved() {
         LEAVE_RET,
     ]);
     code.write(4096, &0u64.to_le_bytes());
-    let prepared = hook_and_restore(&code);
+    let prepared = hook_and_restore::<E>(&code);
     assert_eq!(prepared.original.len(), 10);
     assert_eq!(
         prepared.patched[5..],
@@ -179,8 +234,7 @@ fn an_operand_relative_to_rip_is_moved() {
     );
 }
 
-#[test]
-fn behind_endbr64_the_next_instruction_stays_too() {
+fn behind_endbr64_the_next_instruction_stays_too<E: Engine>() {
     let code = Code::new(&[
         ENDBR64,
         PUSH_RBP,
@@ -189,12 +243,11 @@ fn behind_endbr64_the_next_instruction_stays_too() {
         SUM_OF_SEVEN,
         LEAVE_RET,
     ]);
-    let prepared = hook_and_restore(&code);
+    let prepared = hook_and_restore::<E>(&code);
     assert_eq!(prepared.window, code.address + 5);
 }
 
-#[test]
-fn other_first_instructions_are_undone() {
+fn other_first_instructions_are_undone<E: Engine>() {
     let start: [(&[u8], &[u8]); 2] = [
         // push r12
         (&[0x41, 0x54], &[0x41, 0x5c]),
@@ -212,7 +265,7 @@ fn other_first_instructions_are_undone() {
             last,
             &[0xc3],
         ]);
-        let prepared = hook_and_restore(&code);
+        let prepared = hook_and_restore::<E>(&code);
         assert_eq!(prepared.window, code.address + first.len() as u64);
     }
     // A nop needs no undoing: the frame is made in the window.
@@ -224,35 +277,32 @@ fn other_first_instructions_are_undone() {
         SUM_OF_SEVEN,
         LEAVE_RET,
     ]);
-    hook_and_restore(&code);
+    hook_and_restore::<E>(&code);
 }
 
-#[test]
-fn a_probe_on_the_first_instruction_is_seen_through() {
+fn a_probe_on_the_first_instruction_is_seen_through<E: Engine>() {
     for (probed, start) in [
         (0, [PUSH_RBP, MOV_RBP_RSP].concat()),
         (0, [ENDBR64, PUSH_RBP, MOV_RBP_RSP].concat()),
         (4, [ENDBR64, PUSH_RBP, MOV_RBP_RSP].concat()),
     ] {
         let code = Code::new(&[&start, &[0x41, 0x54, 0x41, 0x5c], SUM_OF_SEVEN, LEAVE_RET]);
-        let clean = code.prepare().expect("clean");
+        let clean = code.prepare::<E>().expect("clean");
         code.write(probed, &[0xcc]);
-        let prepared = code.prepare().expect("probed");
+        let prepared = code.prepare::<E>().expect("probed");
         assert_eq!(prepared.window, clean.window);
         assert_eq!(prepared.original, clean.original);
         // The trampoline runs what the breakpoint hides.
         code.write(probed, &start[probed as usize..][..1]);
-        let _guard = ONE_AT_A_TIME
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let _guard = lock(&ONE_AT_A_TIME);
         TRAMPOLINE.store(prepared.trampoline, Ordering::SeqCst);
         assert_eq!(replacement(1, 2, 3, 4, 5, 6, 7), 2_807_654_321);
     }
 }
 
-#[test]
-fn hooks_of_one_library_share_a_page() {
-    let mut engine = Builtin::default();
+fn hooks_of_one_library_share_a_page<E: Engine>() {
+    let _guard = lock(&ONE_PREPARES);
+    let mut engine = E::default();
     let (one, other) = (driver_function(), driver_function());
     let trampolines: Vec<u64> = [&one, &other]
         .map(|code| {
@@ -263,16 +313,17 @@ fn hooks_of_one_library_share_a_page() {
             engine.prepare(function, 1).expect("prepare").trampoline
         })
         .to_vec();
+    engine.seal().expect("seal");
     assert_ne!(trampolines[0], trampolines[1]);
     assert_eq!(trampolines[0] & !4095, trampolines[1] & !4095);
 }
 
 /// The refusal of a function, which stays as it was.
-fn refusal(parts: &[&[u8]], size_known: bool) -> String {
+fn refusal<E: Engine>(parts: &[&[u8]], size_known: bool) -> String {
     let code = Code::new(parts);
     let before = code.bytes();
     let size = if size_known { code.size } else { 0 };
-    let refused = match prepare(code.address, size) {
+    let refused = match prepare::<E>(code.address, size) {
         Ok(_) => panic!("not refused: {before:02x?}"),
         Err(refused) => refused,
     };
@@ -280,8 +331,7 @@ fn refusal(parts: &[&[u8]], size_known: bool) -> String {
     refused.to_string()
 }
 
-#[test]
-fn what_cannot_be_patched_is_refused_by_name() {
+fn what_cannot_be_patched_is_refused_by_name<E: Engine>() {
     let nops: &[u8] = &[0x90; 8];
     for (parts, reason) in [
         (
@@ -325,18 +375,17 @@ fn what_cannot_be_patched_is_refused_by_name() {
             "is 4 bytes long, too short: the patch ends at +6",
         ),
     ] {
-        assert_eq!(refusal(&parts, true), reason);
+        assert_eq!(refusal::<E>(&parts, true), reason);
     }
     assert_eq!(
-        prepare(replacement as *const () as u64 & 0xfff, 0)
+        prepare::<E>(replacement as *const () as u64 & 0xfff, 0)
             .err()
             .map(|refused| matches!(refused, HookError::NotCode { .. })),
         Some(true)
     );
 }
 
-#[test]
-fn a_branch_into_the_window_is_refused_wherever_it_stands() {
+fn a_branch_into_the_window_is_refused_wherever_it_stands<E: Engine>() {
     let prologue = [PUSH_RBP, MOV_RBP_RSP, &[0x41, 0x54]].concat();
     // jne to the second instruction of the window, behind an early return that something jumps over.
     let parts: [&[u8]; 4] = [
@@ -346,7 +395,7 @@ fn a_branch_into_the_window_is_refused_wherever_it_stands() {
         &[0x75, 0xf6],             // jne -10: offset 4
     ];
     for size_known in [true, false] {
-        let reason = refusal(&parts, size_known);
+        let reason = refusal::<E>(&parts, size_known);
         assert_eq!(
             reason,
             "the branch at +12 leads to where the patch would stand"
@@ -355,18 +404,121 @@ fn a_branch_into_the_window_is_refused_wherever_it_stands() {
     // A breakpoint in the body hides an instruction that could be such a branch.
     let probed: [&[u8]; 3] = [&prologue, &[0xcc, 0xf6], &[0x41, 0x5c, 0x5d, 0xc3]];
     assert_eq!(
-        refusal(&probed, true),
+        refusal::<E>(&probed, true),
         "a breakpoint at +6 hides an instruction"
     );
 }
 
-#[test]
-fn a_loop_to_the_function_itself_is_no_obstacle() {
+fn a_loop_to_the_function_itself_is_no_obstacle<E: Engine>() {
     let parts: [&[u8]; 3] = [
         &[0x55, 0x48, 0x89, 0xe5, 0x41, 0x54],
-        &[0x41, 0x5c, 0x5d],
-        &[0xeb, 0xf5], // jmp to the first byte: a tail call of itself
+        &[0x41, 0x5c, 0x5d, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0], // pop r12; pop rbp; nop
+        &[0xeb, 0xed], // jmp to the first byte: a tail call of itself
     ];
     let code = Code::new(&parts);
-    code.prepare().expect("prepare");
+    code.prepare::<E>().expect("prepare");
+}
+
+/// The line of the maps that holds an address.
+fn mapping(address: u64) -> String {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+    let holds = |line: &&str| {
+        let (start, end) = line
+            .split(' ')
+            .next()
+            .and_then(|range| range.split_once('-'))
+            .expect("a range");
+        let parse = |text| u64::from_str_radix(text, 16).expect("an address");
+        (parse(start)..parse(end)).contains(&address)
+    };
+    maps.lines().find(holds).expect("mapped").to_owned()
+}
+
+fn nothing_stays_writable<E: Engine>() {
+    let code = driver_function();
+    code.protect();
+    let before = mapping(code.address);
+    let prepared = code.prepare::<E>().expect("prepare");
+    let _guard = lock(&ONE_PREPARES);
+    assert_eq!(
+        mapping(code.address),
+        before,
+        "the kernel puts no uprobe into a writable page"
+    );
+    for address in [prepared.trampoline, prepared.relocated[0].to] {
+        let line = mapping(address);
+        let writable = line.split(' ').nth(1).expect("rights").contains('w');
+        assert!(!writable, "{line}");
+    }
+}
+
+fn what_was_sealed_runs_on_while_more_is_prepared<E: Engine>() {
+    let _guards = (lock(&ONE_AT_A_TIME), lock(&ONE_PREPARES));
+    let mut engine = E::default();
+    let mut hooked = Vec::new();
+    for _ in 0..3 {
+        let code = driver_function();
+        let function = Function {
+            address: code.address,
+            size: code.size,
+        };
+        let prepared = engine
+            .prepare(function, replacement as *const () as u64)
+            .expect("prepare");
+        engine.seal().expect("seal");
+        code.write(1, &prepared.patched);
+        hooked.push((code, prepared));
+        for (code, prepared) in &hooked {
+            TRAMPOLINE.store(prepared.trampoline, Ordering::SeqCst);
+            assert_eq!(code.call(), 2_807_654_321);
+        }
+    }
+}
+
+/// gum moves 16 bytes, although the jump takes five; the built-in engine is content with less.
+#[cfg(feature = "frida")]
+#[test]
+fn what_gum_would_move_wrongly_is_refused_by_name() {
+    let nine: &[u8] = &[0x0f, 0x1f, 0x80, 0, 0, 0, 0, 0x90, 0x90];
+    let start = [PUSH_RBP, MOV_RBP_RSP].concat();
+    for (rest, size_known, reason) in [
+        (
+            LEAVE_RET,
+            true,
+            "is 15 bytes long, too short: the patch ends at +17",
+        ),
+        (LEAVE_RET, false, "Ret at +14 stands where the patch would"),
+        (
+            &[0xe2, 0x00, 0x90, 0x90, 0xc9, 0xc3],
+            true,
+            "Loop at +13 stands where the patch would",
+        ),
+        (
+            &[0x8f, 0x05, 0, 0, 0, 0, 0xc9, 0xc3],
+            true,
+            "Pop at +13 stands where the patch would",
+        ),
+    ] {
+        let parts: [&[u8]; 3] = [&start, nine, rest];
+        assert_eq!(refusal::<Frida>(&parts, size_known), reason);
+        Code::new(&parts).prepare::<Builtin>().expect("builtin");
+    }
+}
+
+/// A branch that gum moves goes where it went.
+fn a_branch_behind_the_window_is_no_obstacle<E: Engine>() {
+    for flag in [0x74, 0x75] {
+        let code = Code::new(&[
+            PUSH_RBP,
+            MOV_RBP_RSP,
+            &[0x41, 0x54],                   // push r12
+            &[0x4c, 0x8b, 0x65, 0x00],       // mov r12, [rbp]
+            &[0x48, 0x85, 0xff, flag, 0x01], // test rdi, rdi; je or jne over the next
+            &[0x90],                         // nop
+            SUM_OF_SEVEN,
+            &[0x41, 0x5c],
+            LEAVE_RET,
+        ]);
+        hook_and_restore::<E>(&code);
+    }
 }
