@@ -18,25 +18,27 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(61);
 
 /// Starts the control thread; false if none can be had.
 pub fn start(control: &'static Control) -> bool {
+    // One control thread at most; the new one writes its own id over this.
+    if control
+        .control_tid
+        .compare_exchange(0, u32::MAX, Ordering::AcqRel, Ordering::Relaxed)
+        .is_err()
+    {
+        return false;
+    }
     control.pid.store(std::process::id(), Ordering::Release);
     // Commands that an earlier host left behind are not for us.
     let seen = control.command_seq.load(Ordering::Acquire);
     control.done_seq.store(seen, Ordering::Release);
-    std::thread::Builder::new()
+    let started = std::thread::Builder::new()
         .name("cmt-control".to_owned())
         .stack_size(256 << 10)
         .spawn(move || serve(control, seen))
-        .map(|thread| {
-            // Alive from here on for the host's eyes; the thread writes its own id over it.
-            let _ = control.control_tid.compare_exchange(
-                0,
-                u32::MAX,
-                Ordering::AcqRel,
-                Ordering::Relaxed,
-            );
-            drop(thread);
-        })
-        .is_ok()
+        .is_ok();
+    if !started {
+        control.control_tid.store(0, Ordering::Release);
+    }
+    started
 }
 
 fn serve(control: &'static Control, mut seen: u32) {

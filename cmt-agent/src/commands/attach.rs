@@ -73,7 +73,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     // Refusals come before any time is spent tracing.
     let mut target = Target::open(args.pid)?;
     target.cuda()?;
-    injector::check_attachable(&target)?;
+    injector::check_attachable(&mut target)?;
     let threads = Cpus::of(args.pid)
         .context("reading the target's CPU limits")?
         .threads();

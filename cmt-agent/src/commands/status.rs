@@ -81,8 +81,8 @@ pub fn run(args: Args) -> anyhow::Result<()> {
 }
 
 fn one(pid: u32) -> anyhow::Result<Process> {
-    let target = Target::open(pid)?;
-    match injector::find_control(&target)? {
+    let mut target = Target::open(pid)?;
+    match injector::find_control(&mut target)? {
         Some(control) => Ok(describe(&target, &control)),
         None => bail!("process {pid} ({}) is not attached", target.comm),
     }
@@ -96,8 +96,8 @@ fn all() -> Vec<Process> {
     processes
         .flatten()
         .filter_map(|process| Target::open(u32::try_from(process.pid).ok()?).ok())
-        .filter_map(|target| {
-            let control = injector::find_control(&target).ok()??;
+        .filter_map(|mut target| {
+            let control = injector::find_control(&mut target).ok()??;
             injector::check_owner(&target, &control).ok()?;
             Some(describe(&target, &control))
         })

@@ -16,7 +16,7 @@ const TRIES: u32 = 50;
 /// How long a thread that does not stop is given, all threads running on in between.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How much of each stack is looked through for a program counter that a signal handler will return to.
-const STACK_SCAN: usize = 8 << 10;
+const STACK_SCAN: usize = 16 << 10;
 
 /// A change of one function's code.
 #[derive(Clone, Debug)]
@@ -60,7 +60,7 @@ pub fn commit(
 ) -> Result<Committed, InjectError> {
     let deadline = Instant::now() + PATIENCE;
     for _ in 0..TRIES {
-        let list = || target.threads().unwrap_or_default();
+        let list = || target.threads().ok();
         let (mut stopped, since) = match threads::stop_all(list, STOP_LIMIT) {
             Ok(stopped) => stopped,
             // Perhaps it only waits for a processor.

@@ -8,6 +8,7 @@ use std::fs::OpenOptions;
 use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Deref;
+use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -16,7 +17,11 @@ use cmt_common::api::HOOKED;
 use cmt_common::control::{
     CONTROL_BYTES, Control, HookSlot, Plan, RELOCATED_MAX, Relocated, WINDOW_MAX, command, hook,
 };
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+
+use super::InjectError;
+use crate::target::Target;
 
 /// A mapped control block.
 #[derive(Debug)]
@@ -24,6 +29,8 @@ pub struct ControlMap {
     at: NonNull<Control>,
     in_target: u64,
 }
+
+const PAGE: u64 = 4096;
 
 /// What a hook slot said at one moment.
 #[derive(Clone, Debug)]
@@ -64,20 +71,42 @@ pub enum CommandError {
 }
 
 impl ControlMap {
-    /// Maps the block that stands at `start` in process `pid`.
-    pub fn open(pid: u32, start: u64) -> io::Result<Self> {
+    /// Maps the block that stands at `start` in the target.
+    ///
+    /// The file is opened with our rights, not the target's, so it must be what the target maps writable itself, an
+    /// unlinked file in memory; and it is sealed first, so that it cannot shrink under us.
+    pub fn open(target: &mut Target, start: u64) -> Result<Self, InjectError> {
+        let pid = target.pid;
+        let failed = |source| InjectError::Control { pid, source };
+        let foreign = |what: &str| failed(io::Error::other(format!("the control block {what}")));
         let end = start + CONTROL_BYTES as u64;
         let file = OpenOptions::new()
             .read(true)
             .write(true)
-            .open(format!("/proc/{pid}/map_files/{start:x}-{end:x}"))?;
-        if file.metadata()?.len() < CONTROL_BYTES as u64 {
-            return Err(io::Error::other("the control block is cut off"));
+            .open(format!("/proc/{pid}/map_files/{start:x}-{end:x}"))
+            .map_err(failed)?;
+        let metadata = file.metadata().map_err(failed)?;
+        if !metadata.is_file() || metadata.nlink() != 0 {
+            return Err(foreign("is no file in memory"));
+        }
+        if target.control_inode(start)? != Some(metadata.ino()) {
+            return Err(foreign("changed while it was opened"));
+        }
+        fcntl(
+            &file,
+            FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW),
+        )
+        .map_err(|_| foreign("cannot be sealed"))?;
+        if metadata.len() != CONTROL_BYTES as u64
+            || file.metadata().map_err(failed)?.len() != CONTROL_BYTES as u64
+        {
+            return Err(foreign("is cut off"));
         }
         let len = NonZeroUsize::new(CONTROL_BYTES).expect("not zero");
         let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new shared mapping at an address of the kernel's choice touches no memory of ours.
-        let at = unsafe { mmap(None, len, prot, MapFlags::MAP_SHARED, &file, 0) }?;
+        let at = unsafe { mmap(None, len, prot, MapFlags::MAP_SHARED, &file, 0) }
+            .map_err(|errno| failed(errno.into()))?;
         Ok(Self {
             at: at.cast(),
             in_target: start,
@@ -168,6 +197,13 @@ impl ControlMap {
         let mut status = slot.status.load(Ordering::Acquire);
         let window = slot.window.load(Ordering::Acquire);
         let start = slot.address.load(Ordering::Acquire);
+        let mut reason = text(&reason);
+        let last = window.wrapping_add(len as u64).wrapping_sub(1);
+        if status == hook::PREPARED && window / PAGE != last / PAGE {
+            // A write to two pages could be cut in half by our death.
+            status = hook::REFUSED;
+            reason = "the patch would cross a page".to_owned();
+        }
         // A window elsewhere than near the start of its function is none that we asked for.
         if status == hook::PREPARED
             && (len == 0 || !(start..start.saturating_add(32)).contains(&window))
@@ -183,7 +219,7 @@ impl ControlMap {
                 .iter()
                 .map(|moved| (moved.from, moved.to))
                 .collect(),
-            reason: text(&reason),
+            reason,
         }
     }
 

@@ -9,7 +9,7 @@ use super::seccomp;
 use super::stub::{self, HIJACK_OFFSET, SavedRegisters, StubData};
 use super::threads::{Seized, Stopped, ThreadError};
 use super::{InjectError, thread_name};
-use crate::target::symbols::Symbols;
+use crate::target::symbols::{self, Symbols};
 use crate::target::{Libc, Target, is_library};
 
 /// Bytes below the stack pointer that leaf functions may use without reserving them (System V ABI, x86-64).
@@ -77,7 +77,7 @@ fn code_ends(target: &Target) -> impl Iterator<Item = Cave> {
         .filter(move |map| {
             map.perms.contains(code)
                 && !map.perms.contains(MMPermissions::WRITE)
-                && matches!(&map.pathname, MMapPath::Path(path) if !path.to_string_lossy().contains("memfd:"))
+                && target.stays_loaded(map)
         })
         .map(move |map| Cave {
             address: (map.address.1 - len as u64) & !15,
@@ -200,7 +200,7 @@ fn stop_if_safe(
     let mut seized = Seized::seize(tid)?;
     seized.interrupt()?;
     let thread = seized.wait(Instant::now() + Duration::from_millis(50))?;
-    if thread.has_signal() || super::threads::pending_signals(tid) {
+    if thread.has_signal() || thread.will_run_handler() || !has_room(target, &thread)? {
         return Ok(None);
     }
     let call = thread.regs.orig_rax as i64;
@@ -217,6 +217,29 @@ fn stop_if_safe(
     let stack = target.memory.read_up_to(thread.regs.rsp, STACK_SCAN);
     let suspicious = danger.on_stack(&stack, parked.then_some(call));
     Ok((!suspicious).then_some(thread))
+}
+
+/// Whether the thread stands on a stack of libc's making with room below for the frame and for `pthread_create`.
+///
+/// Writing through `/proc/PID/mem` would go through guard pages, so a fibre's or a signal handler's small stack must be
+/// told from a thread's: libc keeps the thread's control block (fs) at the top of the same mapping.
+fn has_room(target: &Target, thread: &Stopped) -> Result<bool, ThreadError> {
+    const FOR_LIBC: u64 = 16 << 10;
+    let regs = &thread.regs;
+    let Some(stack) = target
+        .maps
+        .iter()
+        .find(|map| (map.address.0..map.address.1).contains(&regs.rsp))
+    else {
+        return Ok(false);
+    };
+    let writable = stack
+        .perms
+        .contains(MMPermissions::READ | MMPermissions::WRITE);
+    let of_libc = matches!(stack.pathname, MMapPath::Stack)
+        || (regs.rsp..stack.address.1).contains(&regs.fs_base);
+    let frame = RED_ZONE + thread.extended_state()?.len() as u64 + 256;
+    Ok(writable && of_libc && regs.rsp - stack.address.0 >= frame + FOR_LIBC)
 }
 
 /// Code in which a thread may hold a lock that `pthread_create` takes: allocators, the loader, thread creation.
@@ -251,9 +274,18 @@ const LOCKING: &[&str] = &[
     "_exit",
     "setuid",
     "setgid",
+    "seteuid",
+    "setegid",
+    "setreuid",
+    "setregid",
+    "setresuid",
+    "setresgid",
+    "setgroups",
 ];
 /// Local functions of the same source file lie this near to an exported one.
 const NEARBY: u64 = 32 << 10;
+/// An allocator that is part of a larger library lies within this distance of its malloc.
+const ALLOCATOR: u64 = 256 << 10;
 
 impl DangerZones {
     fn new(target: &Target) -> Self {
@@ -289,7 +321,21 @@ impl DangerZones {
             .map(|&(start, end)| (start.saturating_sub(NEARBY), end + NEARBY))
             .collect();
         locking.extend(code_of(&["ld-linux", "ld-2."]));
-        let allocators: Vec<_> = code_of(&["libjemalloc", "libtcmalloc", "libmimalloc"]).collect();
+        let mut allocators: Vec<_> =
+            code_of(&["libjemalloc", "libtcmalloc", "libmimalloc"]).collect();
+        // Whoever else exports malloc stands in for libc's.
+        allocators.extend(
+            target
+                .loaded()
+                .filter(|&(name, _)| !is_library(name, "libc.so.6"))
+                .filter_map(|(_, base)| symbols::lookup(&target.memory, base, "malloc"))
+                .map(|malloc| {
+                    (
+                        malloc.address.saturating_sub(ALLOCATOR),
+                        malloc.address + ALLOCATOR,
+                    )
+                }),
+        );
         running.extend(locking.iter().chain(&allocators));
         running.extend(
             target

@@ -5,13 +5,14 @@
 
 mod commit;
 mod control;
+mod descriptors;
 mod hijack;
 mod seccomp;
 mod stub;
 mod threads;
 
-use std::fs::OpenOptions;
-use std::io::{self, Write};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -199,26 +200,32 @@ fn lock(pid: u32) -> Result<Flock<std::fs::File>, InjectError> {
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|_| InjectError::Busy { pid })
 }
 
-/// The control block of a target into which a payload was loaded, now or earlier.
-pub fn find_control(target: &Target) -> Result<Option<ControlMap>, InjectError> {
+/// The control block of a target into which a payload was loaded, now or earlier; a running one before a stopped one.
+pub fn find_control(target: &mut Target) -> Result<Option<ControlMap>, InjectError> {
     let pid = target.pid;
+    let mut stopped = None;
     for address in target.control_addresses() {
-        let control = ControlMap::open(pid, address)
-            .map_err(|source| InjectError::Control { pid, source })?;
-        if control.magic.load(Ordering::Acquire) != MAGIC {
-            continue; // Left by a bootstrap that was given up.
+        let control = ControlMap::open(target, address)?;
+        // A bootstrap that was given up leaves a block without an entry.
+        if control.magic.load(Ordering::Acquire) != MAGIC
+            || control.entry.load(Ordering::Acquire) == 0
+        {
+            continue;
         }
         let found = control.version.load(Ordering::Acquire);
         if found != VERSION {
             return Err(InjectError::OtherVersion { pid, found });
         }
-        return Ok(Some(control));
+        if control.state.load(Ordering::Acquire) != state::STOPPED {
+            return Ok(Some(control));
+        }
+        stopped = Some(control);
     }
-    Ok(None)
+    Ok(stopped)
 }
 
 /// Refuses what cannot be attached to for what an earlier attach left in it. Changes nothing.
-pub fn check_attachable(target: &Target) -> Result<(), InjectError> {
+pub fn check_attachable(target: &mut Target) -> Result<(), InjectError> {
     let Some(control) = find_control(target)? else {
         return Ok(());
     };
@@ -238,6 +245,7 @@ pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Atta
     let started = Instant::now();
     let pid = target.pid;
     let _lock = lock(pid)?;
+    target.refresh_maps()?;
     clear_leftovers(target);
     let libc = target.libc()?;
     let cuda = target.cuda()?;
@@ -299,6 +307,7 @@ pub fn detach(target: &mut Target) -> Result<Detached, InjectError> {
     let started = Instant::now();
     let pid = target.pid;
     let _lock = lock(pid)?;
+    target.refresh_maps()?;
     let control = find_control(target)?.ok_or(InjectError::NotAttached { pid })?;
     check_owner(target, &control)?;
     if control.state.load(Ordering::Acquire) == state::STOPPED {
@@ -334,7 +343,6 @@ fn load(
     libc: &crate::target::Libc,
     cuda: &crate::target::Cuda,
 ) -> Result<((ControlMap, Cave), Duration), InjectError> {
-    let pid = target.pid;
     let known = target.control_addresses();
     let (cave, _, held) = hijack::launch(target, libc, Job::Load)?;
     let deadline = Instant::now() + STEP_LIMIT;
@@ -345,8 +353,7 @@ fn load(
             .into_iter()
             .find(|address| !known.contains(address));
         if let Some(address) = fresh {
-            let control = ControlMap::open(pid, address)
-                .map_err(|source| InjectError::Control { pid, source })?;
+            let control = ControlMap::open(target, address)?;
             if control.boot.state.load(Ordering::Acquire) == boot::READY {
                 break control;
             }
@@ -378,11 +385,7 @@ fn fill_and_start(
 ) -> Result<(), InjectError> {
     let pid = target.pid;
     let fd = control.boot.payload_fd.load(Ordering::Acquire);
-    OpenOptions::new()
-        .write(true)
-        .open(format!("/proc/{pid}/fd/{fd}"))
-        .and_then(|mut file| file.write_all(PAYLOAD))
-        .map_err(|source| InjectError::Write { pid, source })?;
+    put_payload(pid, fd).map_err(|source| InjectError::Write { pid, source })?;
     control.set_boot_text(&format!("/proc/self/fd/{fd}"), PAYLOAD_ENTRY);
     control.boot.dlopen.store(libc.dlopen, Ordering::Relaxed);
     control.boot.dlsym.store(libc.dlsym, Ordering::Relaxed);
@@ -402,6 +405,18 @@ fn fill_and_start(
     control::wake(&control.boot.state);
     wait_running(target, control)?;
     Ok(target.refresh_maps()?)
+}
+
+/// Writes the payload to the target's memfd, with the target's own descriptor: what it may not write, we do not either.
+fn put_payload(pid: u32, fd: u32) -> io::Result<()> {
+    let file = descriptors::take(pid, fd)?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() || metadata.nlink() != 0 || metadata.len() != 0 {
+        return Err(io::Error::other(
+            "the payload's descriptor is no empty file in memory",
+        ));
+    }
+    file.write_all_at(PAYLOAD, 0)
 }
 
 fn wait_running(target: &Target, control: &ControlMap) -> Result<(), InjectError> {

@@ -111,6 +111,15 @@ std::arch::global_asm!(
     "call qword ptr [rip + 1b + {errno_location}]",
     "mov r12, rax",
     "mov r13d, dword ptr [rax]",
+    // The new thread starts with all signals blocked: no handler of the application runs on it.
+    "mov rax, {all_but_glibc}",
+    "mov qword ptr [rsp + 8], rax",
+    "xor edi, edi", // SIG_BLOCK
+    "lea rsi, [rsp + 8]",
+    "lea rdx, [rsp + 16]",
+    "mov r10d, 8",
+    "mov eax, 14", // rt_sigprocmask
+    "syscall",
     "mov rdi, rsp",
     "xor esi, esi",
     "lea rdx, [rip + 2f]",
@@ -121,6 +130,12 @@ std::arch::global_asm!(
     "mov rdi, qword ptr [rsp]",
     "call qword ptr [rip + 1b + {pthread_detach}]",
     "3:",
+    "mov edi, 2", // SIG_SETMASK
+    "lea rsi, [rsp + 16]",
+    "xor edx, edx",
+    "mov r10d, 8",
+    "mov eax, 14",
+    "syscall",
     "mov dword ptr [r12], r13d",
     "mov eax, -1",
     "mov edx, -1",
@@ -152,14 +167,6 @@ std::arch::global_asm!(
     "push r14",
     "push rbp",
     "sub rsp, 32",
-    "mov rax, {all_but_glibc}",
-    "mov qword ptr [rsp], rax",
-    "mov edi, 2",
-    "mov rsi, rsp",
-    "xor edx, edx",
-    "mov r10d, 8",
-    "mov eax, 14", // rt_sigprocmask
-    "syscall",
     "mov edi, 15", // PR_SET_NAME
     "lea rsi, [rip + 1b + {thread_name}]",
     "mov eax, 157", // prctl
@@ -169,7 +176,7 @@ std::arch::global_asm!(
     "test rax, rax",
     "jnz 7f",
     "lea rdi, [rip + 1b + {control_name}]",
-    "mov esi, 1",
+    "mov esi, 3", // MFD_CLOEXEC | MFD_ALLOW_SEALING
     "mov eax, 319", // memfd_create
     "syscall",
     "test eax, eax",

@@ -9,8 +9,6 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::ptrace;
-use nix::sys::signal::Signal;
-use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 
 /// Why a thread could not be stopped or read.
@@ -42,6 +40,9 @@ pub enum ThreadError {
         /// How long we waited.
         waited_ms: u128,
     },
+    /// The threads could not be listed.
+    #[error("its threads cannot be listed; has it ended? Nothing was changed")]
+    NoList,
     /// A ptrace request failed.
     #[error("ptrace {request} on thread {tid}: {errno}")]
     Ptrace {
@@ -62,7 +63,7 @@ pub struct Stopped {
     /// Its general registers.
     pub regs: libc::user_regs_struct,
     /// The signal that it was about to receive; it gets it when it is resumed.
-    signal: Option<Signal>,
+    signal: Option<i32>,
     detached: bool,
 }
 
@@ -105,18 +106,13 @@ impl Seized {
         let started = Instant::now();
         let mut spins = 0;
         let signal = loop {
-            match waitpid(
-                Pid::from_raw(tid),
-                Some(WaitPidFlag::__WALL | WaitPidFlag::WNOHANG),
-            ) {
-                Ok(WaitStatus::StillAlive) => {}
-                Ok(WaitStatus::PtraceEvent(..)) => break None,
-                Ok(WaitStatus::Stopped(_, signal)) => break Some(signal),
-                Ok(WaitStatus::Exited(..) | WaitStatus::Signaled(..)) | Err(Errno::ECHILD) => {
+            match poll_stop(tid) {
+                Ok(Some(Event::Stopped { signal })) => break signal,
+                Ok(Some(Event::Ended)) | Err(Errno::ECHILD) => {
                     self.detached = true;
                     return Err(ThreadError::Gone { tid });
                 }
-                Ok(_) | Err(Errno::EINTR) => {}
+                Ok(None) | Err(Errno::EINTR) => {}
                 Err(errno) => {
                     return Err(ThreadError::Ptrace {
                         tid,
@@ -159,17 +155,14 @@ impl Drop for Seized {
             return;
         }
         // A running tracee cannot be detached; stop it first. On a busy machine it may wait long for a processor. Should
-        // that fail, the end of this process detaches it.
-        let pid = Pid::from_raw(self.tid);
-        self.detached = true;
-        if self.interrupt().is_ok() {
-            let mut seized = Self {
-                tid: self.tid,
-                detached: true,
-            };
-            let _ = seized.wait(Instant::now() + Duration::from_secs(1));
+        // that fail, the end of this process detaches it. One that has ended is reaped: nobody else may.
+        let interrupted = self.interrupt();
+        if interrupted.is_ok() {
+            // What was stopped is detached, with its signal, as it is dropped.
+            let _ = self.wait(Instant::now() + Duration::from_secs(1));
+        } else {
+            let _ = poll_stop(self.tid);
         }
-        let _ = ptrace::detach(pid, None);
     }
 }
 
@@ -237,13 +230,30 @@ impl Stopped {
     /// If the stop has made a system call return early with EINTR, lets the kernel start it again.
     ///
     /// Most calls are restarted by the kernel; these return EINTR after any stop (signal(7), "Interruption of system
-    /// calls and library functions by stop signals"). A signal whose handler runs first still makes it EINTR.
+    /// calls and library functions by stop signals"). A signal whose handler will run must be seen by the call.
     fn rewrite_eintr(&mut self) -> Result<(), ThreadError> {
-        if self.was_interrupted() && !self.has_signal() {
+        if self.was_interrupted() && !self.will_run_handler() {
             self.regs.rax = -514i64 as u64; // -ERESTARTNOHAND
             self.set_regs()?;
         }
         Ok(())
+    }
+
+    /// True if a signal that has a handler waits for this thread or its process, or is being delivered.
+    pub fn will_run_handler(&self) -> bool {
+        let Ok(status) = fs::read_to_string(format!("/proc/{}/status", self.tid)) else {
+            return true;
+        };
+        let mask = |name: &str| {
+            status
+                .lines()
+                .find_map(|line| line.strip_prefix(name))
+                .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
+                .unwrap_or(0)
+        };
+        let delivered = self.signal.map_or(0, |signal| 1u64 << (signal - 1));
+        let waiting = (mask("SigPnd:") | mask("ShdPnd:")) & !mask("SigBlk:");
+        (delivered | waiting) & mask("SigCgt:") != 0
     }
 
     fn was_interrupted(&self) -> bool {
@@ -276,7 +286,7 @@ impl Stopped {
     fn detach(&mut self) {
         if !self.detached {
             self.detached = true;
-            let _ = ptrace::detach(Pid::from_raw(self.tid), self.signal);
+            detach(self.tid, self.signal);
         }
     }
 }
@@ -314,28 +324,47 @@ const EINTR_AFTER_STOP: &[i64] = &[
     libc::SYS_ppoll,
     libc::SYS_nanosleep,
     libc::SYS_clock_nanosleep,
+    libc::SYS_io_uring_enter,
+    333, // io_pgetevents
+    libc::SYS_sendmmsg,
 ];
 
-/// True if an unblocked signal waits for the thread or its process.
-pub fn pending_signals(tid: i32) -> bool {
-    let Ok(status) = fs::read_to_string(format!("/proc/{tid}/status")) else {
-        return true;
-    };
-    let mask = |name: &str| {
-        status
-            .lines()
-            .find_map(|line| line.strip_prefix(name))
-            .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
-            .unwrap_or(0)
-    };
-    (mask("SigPnd:") | mask("ShdPnd:")) & !mask("SigBlk:") != 0
+/// What happened to a traced thread.
+enum Event {
+    /// It has stopped, perhaps before the delivery of a signal.
+    Stopped { signal: Option<i32> },
+    /// It is gone.
+    Ended,
+}
+
+/// Looks whether a traced thread has stopped or ended. By hand, since nix knows no real-time signals.
+fn poll_stop(tid: i32) -> Result<Option<Event>, Errno> {
+    let mut status = 0;
+    // SAFETY: waitpid writes one int.
+    let found = unsafe { libc::waitpid(tid, &raw mut status, libc::__WALL | libc::WNOHANG) };
+    if Errno::result(found)? == 0 {
+        return Ok(None);
+    }
+    if !libc::WIFSTOPPED(status) {
+        return Ok(Some(Event::Ended));
+    }
+    // The upper half names the event of a stop that is no signal.
+    let signal = (status >> 16 == 0).then(|| libc::WSTOPSIG(status));
+    Ok(Some(Event::Stopped { signal }))
+}
+
+/// Lets a stopped thread run on with `signal`.
+fn detach(tid: i32, signal: Option<i32>) {
+    let signal = usize::try_from(signal.unwrap_or(0)).unwrap_or(0);
+    // SAFETY: PTRACE_DETACH takes a thread and a signal number and touches no memory of ours.
+    unsafe { libc::ptrace(libc::PTRACE_DETACH, tid, 0usize, signal) };
 }
 
 /// Stops every thread of a process: those that `list` names, again and again until it names no new one.
 ///
-/// Returns them with the moment at which the first was told to stop. On failure all threads run on.
+/// Nothing is stopped if the threads cannot be listed. Returns them with the moment at which the first was told to stop. On failure all threads run on.
 pub fn stop_all(
-    list: impl Fn() -> Vec<i32>,
+    list: impl Fn() -> Option<Vec<i32>>,
     limit: Duration,
 ) -> Result<(Vec<Stopped>, Instant), ThreadError> {
     let deadline = Instant::now() + limit;
@@ -343,7 +372,8 @@ pub fn stop_all(
     let mut since = None;
     loop {
         let mut fresh = Vec::new();
-        for tid in list() {
+        let tids = list().filter(|tids| !tids.is_empty());
+        for tid in tids.ok_or(ThreadError::NoList)? {
             if stopped.iter().any(|thread| thread.tid == tid) {
                 continue;
             }

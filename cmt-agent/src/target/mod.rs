@@ -304,10 +304,22 @@ impl Target {
     }
 
     /// Start addresses of control blocks: one, unless an attach was once given up halfway.
+    ///
+    /// Only mappings that the target itself can write count: nothing is opened for it that it could not open.
     pub fn control_addresses(&self) -> Vec<u64> {
+        let own = MMPermissions::READ | MMPermissions::WRITE | MMPermissions::SHARED;
         self.memfd_maps(CONTROL_NAME)
+            .filter(|map| map.perms.contains(own))
             .map(|map| map.address.0)
             .collect()
+    }
+
+    /// Inode of the control block that stands at `address` now.
+    pub fn control_inode(&mut self, address: u64) -> Result<Option<u64>, TargetError> {
+        self.refresh_maps()?;
+        let there = self.control_addresses().contains(&address);
+        let map = self.maps.iter().find(|map| map.address.0 == address);
+        Ok(map.filter(|_| there).map(|map| map.inode))
     }
 
     /// The process id that the process sees itself under (its own pid namespace's).
@@ -328,18 +340,59 @@ impl Target {
     }
 
     fn memfd_maps(&self, name: &str) -> impl Iterator<Item = &MemoryMap> {
-        let path = format!("/memfd:{name}");
+        let path = format!("/memfd:{name} (deleted)");
         self.maps.iter().filter(move |map| {
-            matches!(&map.pathname, MMapPath::Path(found) if found.as_os_str().as_bytes().starts_with(path.as_bytes()))
+            matches!(&map.pathname, MMapPath::Path(found) if found.as_os_str().as_bytes() == path.as_bytes())
+        })
+    }
+
+    /// Libraries and programs that the loader has loaded: file name and load address.
+    ///
+    /// A file that is only mapped to be read, as symbolizers do, has no executable mapping behind its first one.
+    pub fn loaded(&self) -> impl Iterator<Item = (&str, u64)> {
+        self.maps.iter().enumerate().filter_map(|(index, first)| {
+            let same = |map: &&MemoryMap| (map.dev, map.inode) == (first.dev, first.inode);
+            let code = self.maps[index..]
+                .iter()
+                .filter(same)
+                .take_while(|map| map.offset != 0 || map.address == first.address)
+                .any(|map| map.perms.contains(MMPermissions::EXECUTE));
+            (first.offset == 0 && first.inode != 0 && code)
+                .then_some((file_name(first)?, first.address.0))
         })
     }
 
     /// Load address of the library whose file name satisfies `wanted`.
     pub fn library(&self, wanted: impl Fn(&str) -> bool) -> Option<u64> {
-        self.maps
-            .iter()
-            .find(|map| map.offset == 0 && file_name(map).is_some_and(&wanted))
-            .map(|map| map.address.0)
+        self.loaded()
+            .find(|&(name, _)| wanted(name))
+            .map(|(_, base)| base)
+    }
+
+    /// True for mappings of the program itself and of libraries that no program unloads.
+    pub fn stays_loaded(&self, map: &MemoryMap) -> bool {
+        const STAY: [&str; 5] = ["libc", "libm", "libpthread", "libdl", "libcuda"];
+        let program = self.process.exe().ok();
+        let is_program =
+            matches!(&map.pathname, MMapPath::Path(path) if Some(path) == program.as_ref());
+        is_program
+            || file_name(map).is_some_and(|name| {
+                STAY.iter().any(|stem| {
+                    name.strip_prefix(stem)
+                        .is_some_and(|rest| rest.starts_with(".so") || rest.starts_with("-2."))
+                })
+            })
+    }
+
+    /// True if `address` lies in code that stands in a file.
+    fn is_code(&self, address: u64) -> bool {
+        self.maps.iter().any(|map| {
+            (map.address.0..map.address.1).contains(&address)
+                && map
+                    .perms
+                    .contains(MMPermissions::READ | MMPermissions::EXECUTE)
+                && map.inode != 0
+        })
     }
 
     /// The libc functions that the bootstrap needs.
@@ -355,6 +408,7 @@ impl Target {
                 .iter()
                 .find_map(|symbols| symbols.get(function))
                 .map(|symbol| symbol.address)
+                .filter(|&address| self.is_code(address))
                 .ok_or(TargetError::NoLibc {
                     pid: self.pid,
                     comm: self.comm.clone(),
@@ -381,9 +435,14 @@ impl Target {
                 comm: self.comm.clone(),
             })?;
         let symbols = self.symbols(name, base)?;
+        let find = |name| {
+            symbols
+                .get(name)
+                .filter(|symbol| self.is_code(symbol.address))
+        };
         Ok(Cuda {
-            hooked: std::array::from_fn(|index| symbols.get(COPY_FNS[index].name)),
-            driver: std::array::from_fn(|index| symbols.get(DRIVER_FNS[index])),
+            hooked: std::array::from_fn(|index| find(COPY_FNS[index].name)),
+            driver: std::array::from_fn(|index| find(DRIVER_FNS[index])),
         })
     }
 

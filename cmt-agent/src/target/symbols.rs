@@ -84,17 +84,62 @@ impl Symbols {
     }
 }
 
-/// The tables of a loaded library, copied out of the target.
-struct Image {
-    base: u64,
-    /// What is added to the file's addresses.
-    bias: u64,
-    symtab: Vec<u8>,
-    versym: Vec<u8>,
-    strtab: Vec<u8>,
+/// Looks up one function without reading all: a few dozen bytes of the target's memory.
+pub fn lookup(memory: &Memory, base: u64, name: &str) -> Option<Symbol> {
+    let tables = Tables::open(memory, base).ok()?;
+    let table = tables.gnu_hash?;
+    let hash = elf::gnu_hash(name.as_bytes());
+    let buckets = word32(memory, table).ok()?;
+    let first = u64::from(word32(memory, table + 4).ok()?);
+    let bloom = u64::from(word32(memory, table + 8).ok()?);
+    let buckets_at = table + 16 + bloom * 8;
+    let chains_at = buckets_at + u64::from(buckets) * 4;
+    let slot = u64::from(hash.checked_rem(buckets)?);
+    let start = u64::from(word32(memory, buckets_at + slot * 4).ok()?);
+    if start < first {
+        return None;
+    }
+    for index in start..start + MOST_CHAIN {
+        let entry = word32(memory, chains_at + (index - first) * 4).ok()?;
+        if entry | 1 == hash | 1 {
+            let raw: [u8; SYMBOL_LEN as usize] =
+                memory.array(tables.symtab + index * SYMBOL_LEN).ok()?;
+            let (sym, _) = pod::from_bytes::<elf::Sym64<object::Endianness>>(&raw).ok()?;
+            let wanted: Vec<u8> = name.bytes().chain([0]).collect();
+            let found =
+                memory.read_up_to(tables.strtab + u64::from(sym.st_name(ENDIAN)), wanted.len());
+            if found == wanted && sym.st_shndx(ENDIAN) != elf::SHN_UNDEF {
+                return Some(Symbol {
+                    address: tables.bias.wrapping_add(sym.st_value(ENDIAN)),
+                    size: sym.st_size(ENDIAN),
+                });
+            }
+        }
+        if entry & 1 == 1 {
+            return None;
+        }
+    }
+    None
 }
 
-impl Image {
+/// Bytes of one symbol.
+const SYMBOL_LEN: u64 = size_of::<elf::Sym64<object::Endianness>>() as u64;
+/// No sane hash chain is longer.
+const MOST_CHAIN: u64 = 4096;
+
+/// Where the tables of a loaded library stand.
+struct Tables {
+    /// What is added to the file's addresses.
+    bias: u64,
+    symtab: u64,
+    strtab: u64,
+    strtab_len: u64,
+    versym: Option<u64>,
+    gnu_hash: Option<u64>,
+    hash: Option<u64>,
+}
+
+impl Tables {
     fn open(memory: &Memory, base: u64) -> Result<Self, SymbolsError> {
         let bad = |what| SymbolsError::NotElf { base, what };
         let at = |address| move |source| SymbolsError::Memory { address, source };
@@ -135,30 +180,56 @@ impl Image {
                 }
             })
         };
-        let symtab_at = pointer(elf::DT_SYMTAB).ok_or(bad("it has no symbol table"))?;
-        let strtab_at = pointer(elf::DT_STRTAB).ok_or(bad("it has no string table"))?;
-        let strtab_len = tags
-            .get(&elf::DT_STRSZ)
-            .copied()
-            .unwrap_or(0)
-            .min(MOST_STRINGS);
-        let symbols = match (pointer(elf::DT_GNU_HASH), pointer(elf::DT_HASH)) {
+        Ok(Self {
+            bias,
+            symtab: pointer(elf::DT_SYMTAB).ok_or(bad("it has no symbol table"))?,
+            strtab: pointer(elf::DT_STRTAB).ok_or(bad("it has no string table"))?,
+            strtab_len: tags
+                .get(&elf::DT_STRSZ)
+                .copied()
+                .unwrap_or(0)
+                .min(MOST_STRINGS),
+            versym: pointer(elf::DT_VERSYM),
+            gnu_hash: pointer(elf::DT_GNU_HASH),
+            hash: pointer(elf::DT_HASH),
+        })
+    }
+}
+
+/// The symbols of a loaded library, copied out of the target.
+struct Image {
+    base: u64,
+    bias: u64,
+    symtab: Vec<u8>,
+    versym: Vec<u8>,
+    strtab: Vec<u8>,
+}
+
+impl Image {
+    fn open(memory: &Memory, base: u64) -> Result<Self, SymbolsError> {
+        let at = |address| move |source| SymbolsError::Memory { address, source };
+        let tables = Tables::open(memory, base)?;
+        let symbols = match (tables.gnu_hash, tables.hash) {
             (Some(table), _) => gnu_hash_count(memory, table).map_err(at(table))?,
             (None, Some(table)) => u64::from(word32(memory, table + 4).map_err(at(table))?),
-            (None, None) => return Err(bad("it has no hash table")),
+            (None, None) => {
+                return Err(SymbolsError::NotElf {
+                    base,
+                    what: "it has no hash table",
+                });
+            }
         }
         .min(MOST_SYMBOLS);
-        let symbol_len = size_of::<elf::Sym64<object::Endianness>>() as u64;
-        let versym = match pointer(elf::DT_VERSYM) {
+        let versym = match tables.versym {
             Some(table) => memory.read_up_to(table, symbols as usize * 2),
             None => Vec::new(),
         };
         Ok(Self {
             base,
-            bias,
-            symtab: memory.read_up_to(symtab_at, (symbols * symbol_len) as usize),
+            bias: tables.bias,
+            symtab: memory.read_up_to(tables.symtab, (symbols * SYMBOL_LEN) as usize),
             versym,
-            strtab: memory.read_up_to(strtab_at, strtab_len as usize),
+            strtab: memory.read_up_to(tables.strtab, tables.strtab_len as usize),
         })
     }
 
@@ -255,6 +326,11 @@ mod tests {
         assert_eq!(symbols.get("getpid").map(|s| s.address), Some(address));
         assert!(symbols.get("pthread_create").is_some());
         assert!(symbols.get("no_such_function").is_none());
+        assert_eq!(
+            lookup(&memory, base, "getpid").map(|s| s.address),
+            Some(address)
+        );
+        assert_eq!(lookup(&memory, base, "no_such_function"), None);
     }
 
     #[test]
