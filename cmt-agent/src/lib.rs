@@ -7,6 +7,7 @@ pub mod doctor;
 pub mod histogram;
 pub mod html;
 pub mod injector;
+pub mod keeper;
 pub mod probes;
 pub mod profile;
 pub mod target;

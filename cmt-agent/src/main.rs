@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use cmt_agent::commands::{attach, detach, doctor, status, trace};
+use cmt_agent::keeper;
 
 /// Shows how much time live GPU processes lose in pageable copies, and takes it back without a restart.
 #[derive(Parser)]
@@ -20,6 +21,8 @@ enum Command {
     Detach(detach::Args),
     Status(status::Args),
     Doctor(doctor::Args),
+    #[command(hide = true)]
+    Keeper(keeper::Args),
 }
 
 fn run(command: Command) -> anyhow::Result<()> {
@@ -29,6 +32,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Detach(args) => detach::run(args),
         Command::Status(args) => status::run(args),
         Command::Doctor(args) => doctor::run(args),
+        Command::Keeper(args) => keeper::run(args),
     }
 }
 

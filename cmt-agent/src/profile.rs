@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use cmt_common::control::{PLAN_ROWS, Plan, PlanRow, store};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// The name and version of the format.
 pub const SCHEMA: &str = "cmt/profile/1";
@@ -44,7 +44,7 @@ pub enum ProfileError {
     },
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 struct File {
     schema: String,
@@ -52,7 +52,7 @@ struct File {
     dtoh: Vec<Row>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 struct Row {
     up_to_bytes: u64,
@@ -63,7 +63,7 @@ struct Row {
     store: Store,
 }
 
-#[derive(Clone, Copy, Deserialize)]
+#[derive(Clone, Copy, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Store {
     Ordinary,
@@ -73,16 +73,21 @@ enum Store {
 
 /// Reads a plan and checks that it makes sense.
 pub fn read(path: &Path) -> Result<Plan, ProfileError> {
+    let text = fs::read_to_string(path).map_err(|source| ProfileError::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    parse(&text, path)
+}
+
+/// Parses a plan; `path` names it in errors.
+pub fn parse(text: &str, path: &Path) -> Result<Plan, ProfileError> {
     let named = || path.to_owned();
     let nonsense = |what| ProfileError::Nonsense {
         path: named(),
         what,
     };
-    let text = fs::read_to_string(path).map_err(|source| ProfileError::Read {
-        path: named(),
-        source,
-    })?;
-    let file: File = serde_json::from_str(&text).map_err(|source| ProfileError::Format {
+    let file: File = serde_json::from_str(text).map_err(|source| ProfileError::Format {
         path: named(),
         source,
     })?;
@@ -96,6 +101,33 @@ pub fn read(path: &Path) -> Result<Plan, ProfileError> {
         htod: rows("htod", &file.htod).map_err(nonsense)?,
         dtoh: rows("dtoh", &file.dtoh).map_err(nonsense)?,
     })
+}
+
+/// The plan as a `cmt/profile/1` object.
+pub fn to_json(plan: &Plan) -> String {
+    let rows = |rows: &[PlanRow]| {
+        rows.iter()
+            .filter(|row| row.up_to_bytes > 0)
+            .map(|row| Row {
+                up_to_bytes: row.up_to_bytes,
+                slot_bytes: row.slot_bytes,
+                slice_bytes: row.slice_bytes,
+                ring_bytes: row.ring_bytes,
+                threads: row.threads,
+                store: match row.store {
+                    store::NON_TEMPORAL => Store::NonTemporal,
+                    store::REP_MOVSB => Store::RepMovsb,
+                    _ => Store::Ordinary,
+                },
+            })
+            .collect()
+    };
+    let file = File {
+        schema: SCHEMA.to_owned(),
+        htod: rows(&plan.htod),
+        dtoh: rows(&plan.dtoh),
+    };
+    serde_json::to_string(&file).expect("plain numbers and names")
 }
 
 fn rows(direction: &str, rows: &[Row]) -> Result<[PlanRow; PLAN_ROWS], String> {
@@ -162,6 +194,14 @@ mod tests {
             (4, store::NON_TEMPORAL)
         );
         assert_eq!(plan.dtoh, Plan::NONE.dtoh);
+    }
+
+    #[test]
+    fn the_estimates_survive_the_way_through_json() {
+        for cpus in [1, 2, 4, 16, 128] {
+            let plan = cmt_copy::plan::estimate(cpus, 0);
+            assert_eq!(check(&to_json(&plan)), Ok(plan), "{cpus}");
+        }
     }
 
     #[test]

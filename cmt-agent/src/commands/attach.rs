@@ -1,10 +1,9 @@
 //! `cmt attach`: traces a process, swaps its copier, traces it again, and shows both.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use cmt_common::control::Plan;
 use serde::Serialize;
 
 use crate::compare::{Comparison, Row, Window};
@@ -14,7 +13,7 @@ use crate::profile;
 use crate::target::Target;
 use crate::trace::report::Report;
 use crate::trace::{Snapshot, Targets, Tracer, duration};
-use crate::{html, wait};
+use crate::{html, keeper, wait};
 
 /// Swap the copier of a live process, and compare its copies before and after
 #[derive(clap::Args)]
@@ -48,7 +47,7 @@ struct Object<'a> {
     schema: &'static str,
     pid: u32,
     engine: &'a str,
-    patched: &'a [&'static str],
+    patched: &'a [String],
     refused: Vec<Refused<'a>>,
     attach_ms: f64,
     hijack_us: u64,
@@ -90,10 +89,13 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             args.pid
         );
     }
-    let attached = attach(&mut target, &plan, threads, tracer.as_ref())?;
+    if tracer.as_ref().is_some_and(Tracer::ended) {
+        bail!("process {} ended before it could be attached to", args.pid);
+    }
+    let attached = keeper::attach(args.pid, &plan, threads)?;
     let after = window(tracer.as_ref(), "after", args.after)?;
     if args.revert {
-        injector::detach(&mut target)?;
+        keeper::detach(args.pid)?;
     }
     let pair_ns = tracer.as_ref().and_then(Tracer::pair_ns);
     drop(tracer);
@@ -149,25 +151,6 @@ fn window(tracer: Option<&Tracer>, name: &str, length: Duration) -> anyhow::Resu
         seen: tracer.snapshot()?.since(&start),
         interrupted,
     })
-}
-
-/// Attaches, and says what the target is doing if that fails because it has gone.
-fn attach(
-    target: &mut Target,
-    plan: &Plan,
-    threads: u32,
-    tracer: Option<&Tracer>,
-) -> anyhow::Result<Attached> {
-    let started = Instant::now();
-    if tracer.is_some_and(Tracer::ended) {
-        bail!(
-            "process {} ended before it could be attached to",
-            target.pid
-        );
-    }
-    let attached = injector::attach(target, plan, threads)?;
-    log::debug!("attached in {:?}: {attached:?}", started.elapsed());
-    Ok(attached)
 }
 
 fn print_text(

@@ -2,7 +2,7 @@
 
 use cmt_common::api::HOOKED;
 
-use crate::injector;
+use crate::keeper;
 use crate::target::Target;
 
 /// Take the staging copier out of a process again
@@ -14,8 +14,8 @@ pub struct Args {
 
 /// Detaches and says what was restored.
 pub fn run(args: Args) -> anyhow::Result<()> {
-    let mut target = Target::open(args.pid)?;
-    let done = injector::detach(&mut target)?;
+    let target = Target::open(args.pid)?;
+    let done = keeper::detach(args.pid)?;
     println!(
         "detached from {} ({}): {} of {HOOKED} functions restored, threads stopped for {} µs, {:.0} ms in all",
         target.pid,

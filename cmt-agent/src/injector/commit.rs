@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use cmt_common::control::WINDOW_MAX;
+use serde::{Deserialize, Serialize};
 
 use super::InjectError;
 use super::hijack::Cave;
@@ -40,7 +41,7 @@ impl Patch {
 }
 
 /// What a commit did.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Committed {
     /// From the first thread stopped to the last one running again.
     pub pause: Duration,

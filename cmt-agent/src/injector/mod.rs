@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use cmt_common::api::{COPY_FNS, HOOKED};
 use cmt_common::control::{MAGIC, PAYLOAD_ENTRY, Plan, VERSION, boot, command, hook, state};
 use nix::fcntl::{Flock, FlockArg};
+use serde::{Deserialize, Serialize};
 
 pub use commit::{Committed, Patch};
 pub use control::{CommandError, ControlMap, HookState};
@@ -166,12 +167,12 @@ pub enum InjectError {
 }
 
 /// What an attach did, with its costs.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Attached {
     /// Functions that now go through the payload.
-    pub patched: Vec<&'static str>,
+    pub patched: Vec<String>,
     /// Functions that could not be patched, and why.
-    pub refused: Vec<(&'static str, String)>,
+    pub refused: Vec<(String, String)>,
     /// The hook engine's name.
     pub engine: String,
     /// The whole attach.
@@ -183,7 +184,7 @@ pub struct Attached {
 }
 
 /// What a detach did.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Detached {
     /// The whole detach.
     pub took: Duration,
@@ -271,11 +272,11 @@ pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Atta
             Ok(Attached {
                 patched: hooks()
                     .filter(|(_, hook)| hook.status == hook::PREPARED)
-                    .map(|(index, _)| COPY_FNS[index].name)
+                    .map(|(index, _)| COPY_FNS[index].name.to_owned())
                     .collect(),
                 refused: hooks()
                     .filter(|(_, hook)| hook.status == hook::REFUSED)
-                    .map(|(index, hook)| (COPY_FNS[index].name, hook.reason))
+                    .map(|(index, hook)| (COPY_FNS[index].name.to_owned(), hook.reason))
                     .collect(),
                 engine: control.engine(),
                 took: started.elapsed(),
