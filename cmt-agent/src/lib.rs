@@ -13,3 +13,4 @@ pub mod profile;
 pub mod target;
 pub mod trace;
 pub mod wait;
+pub mod watch;

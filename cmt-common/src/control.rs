@@ -204,6 +204,56 @@ impl Plan {
     };
 }
 
+impl Plan {
+    /// The same plan, but copies of a size class (`class_bytes` up to twice that, exclusive) in one direction go to the
+    /// original function. Where the rows do not suffice to cut the class out, its whole row does.
+    pub fn without(&self, dtoh: bool, class_bytes: u64) -> Self {
+        let mut plan = *self;
+        let rows = if dtoh { &mut plan.dtoh } else { &mut plan.htod };
+        let last = class_bytes.saturating_mul(2).saturating_sub(1);
+        let mut cut = [PlanRow::default(); PLAN_ROWS + 2];
+        let mut len = 0;
+        let mut below = 0;
+        for row in rows.iter().filter(|row| row.up_to_bytes > 0) {
+            let within = class_bytes <= row.up_to_bytes && last >= below;
+            let pieces = [
+                (
+                    class_bytes.saturating_sub(1).min(row.up_to_bytes),
+                    row.threads,
+                ),
+                (
+                    last.min(row.up_to_bytes),
+                    if within { 0 } else { row.threads },
+                ),
+                (row.up_to_bytes, row.threads),
+            ];
+            for (up_to_bytes, threads) in pieces {
+                if up_to_bytes >= below && up_to_bytes > 0 && len < cut.len() {
+                    cut[len] = PlanRow {
+                        up_to_bytes,
+                        threads,
+                        ..*row
+                    };
+                    len += 1;
+                    below = up_to_bytes.saturating_add(1);
+                }
+            }
+        }
+        if len <= PLAN_ROWS {
+            rows.copy_from_slice(&cut[..PLAN_ROWS]);
+        } else {
+            let mut below = 0;
+            for row in rows.iter_mut().filter(|row| row.up_to_bytes > 0) {
+                if class_bytes <= row.up_to_bytes && last >= below {
+                    row.threads = 0;
+                }
+                below = row.up_to_bytes.saturating_add(1);
+            }
+        }
+        plan
+    }
+}
+
 /// Why a copy went to the original function, as a position in [`Counters::passed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
@@ -312,3 +362,63 @@ pub struct Control {
 
 const _: () = assert!(size_of::<Control>() <= CONTROL_BYTES);
 const _: () = assert!(core::mem::offset_of!(Control, boot) == 0);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn threads(rows: &[PlanRow], bytes: u64) -> u32 {
+        rows.iter()
+            .find(|row| bytes <= row.up_to_bytes)
+            .map_or(0, |row| row.threads)
+    }
+
+    fn plan(rows: &[(u64, u32)]) -> Plan {
+        let mut plan = Plan::NONE;
+        for (row, &(up_to_bytes, threads)) in plan.htod.iter_mut().zip(rows) {
+            *row = PlanRow {
+                up_to_bytes,
+                threads,
+                ..PlanRow::default()
+            };
+        }
+        plan
+    }
+
+    #[test]
+    fn one_class_is_cut_out_and_the_rest_stays() {
+        let whole = plan(&[(65_535, 0), (u64::MAX, 8)]);
+        let cut = whole.without(false, 1 << 20);
+        for (bytes, wanted) in [
+            (4096, 0),
+            (1 << 19, 8),
+            ((1 << 20) - 1, 8),
+            (1 << 20, 0),
+            ((2 << 20) - 1, 0),
+            (2 << 20, 8),
+            (1 << 30, 8),
+        ] {
+            assert_eq!(threads(&cut.htod, bytes), wanted, "{bytes}");
+        }
+        assert_eq!(cut.dtoh, whole.dtoh);
+        let both = cut.without(false, 2 << 20);
+        assert_eq!(
+            (threads(&both.htod, 3 << 20), threads(&both.htod, 4 << 20)),
+            (0, 8)
+        );
+    }
+
+    #[test]
+    fn a_full_plan_gives_the_whole_row_back() {
+        let rows: [(u64, u32); PLAN_ROWS] = core::array::from_fn(|i| ((i as u64 + 1) << 30, 4));
+        let cut = plan(&rows).without(false, 1 << 20);
+        assert_eq!(
+            (
+                threads(&cut.htod, 1 << 20),
+                threads(&cut.htod, 1 << 29),
+                threads(&cut.htod, 2 << 30)
+            ),
+            (0, 0, 4)
+        );
+    }
+}

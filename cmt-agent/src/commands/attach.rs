@@ -4,15 +4,17 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use cmt_common::control::Plan;
 use serde::Serialize;
 
-use crate::compare::{Comparison, Row, Window};
+use crate::compare::{self, Comparison, Row, Window};
 use crate::cpus::Cpus;
 use crate::injector::{self, Attached};
 use crate::profile;
 use crate::target::Target;
 use crate::trace::report::Report;
 use crate::trace::{Snapshot, Targets, Tracer, duration};
+use crate::watch::{self, Slower};
 use crate::{html, keeper, wait};
 
 /// Swap the copier of a live process, and compare its copies before and after
@@ -56,7 +58,28 @@ struct Object<'a> {
     before: Report,
     after: Report,
     compare: Vec<&'a Row>,
+    /// Classes that were slower afterwards: they copy as before again.
+    handed_back: Vec<HandedBack>,
+    /// Functions that failed afterwards but not before: everything was detached.
+    failing: &'a [&'static str],
     kept: bool,
+}
+
+#[derive(Serialize)]
+struct HandedBack {
+    direction: &'static str,
+    size_class_bytes: u64,
+    ratio: f64,
+}
+
+impl HandedBack {
+    fn of(slower: &Slower) -> Self {
+        Self {
+            direction: if slower.dtoh { "DtoH" } else { "HtoD" },
+            size_class_bytes: slower.class_bytes,
+            ratio: slower.ratio,
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -92,15 +115,27 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     if tracer.as_ref().is_some_and(Tracer::ended) {
         bail!("process {} ended before it could be attached to", args.pid);
     }
+    let errors_before = injector::staged_errors(&mut target)?;
     let attached = keeper::attach(args.pid, &plan, threads)?;
     let after = window(tracer.as_ref(), "after", args.after)?;
-    if args.revert {
+    let comparison = Comparison::new(&Window::new(&before.seen), &Window::new(&after.seen));
+    // Copies that the original function refuses are the application's own affair.
+    let staged_failed = injector::staged_errors(&mut target).unwrap_or(0) > errors_before;
+    let failing = match staged_failed {
+        true => watch::failing(&before.seen, &after.seen),
+        false => Vec::new(),
+    };
+    let revert = args.revert || !failing.is_empty();
+    let mut handed_back = Vec::new();
+    if revert {
         keeper::detach(args.pid)?;
+    } else {
+        handed_back = watch::slower(&comparison);
+        hand_back(&mut target, &plan, &handed_back)?;
     }
     let pair_ns = tracer.as_ref().and_then(Tracer::pair_ns);
     drop(tracer);
 
-    let comparison = Comparison::new(&Window::new(&before.seen), &Window::new(&after.seen));
     if let Some(path) = &args.html {
         std::fs::write(path, html::page(&target, &attached, &comparison))
             .with_context(|| format!("writing {}", path.display()))?;
@@ -123,11 +158,32 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             before: Report::new(&before.seen, pair_ns),
             after: Report::new(&after.seen, pair_ns),
             compare: comparison.rows().collect(),
-            kept: !args.revert,
+            handed_back: handed_back.iter().map(HandedBack::of).collect(),
+            failing: &failing,
+            kept: !revert,
         };
         println!("{}", serde_json::to_string(&object)?);
     } else {
-        print_text(&args, &target, &attached, &comparison, tracing);
+        print_text(&target, &attached, &comparison, tracing);
+        for slower in &handed_back {
+            let HandedBack {
+                direction,
+                size_class_bytes,
+                ratio,
+            } = HandedBack::of(slower);
+            println!(
+                "\n{direction} {} was slower ({ratio:.2}x): such copies go to the original function again",
+                compare::bytes(size_class_bytes)
+            );
+        }
+        print_end(args.pid, revert, &failing);
+    }
+    if !failing.is_empty() {
+        bail!(
+            "copies that had not failed before began to fail ({}); process {} was detached again and copies as before",
+            failing.join(", "),
+            args.pid
+        );
     }
     Ok(())
 }
@@ -153,13 +209,19 @@ fn window(tracer: Option<&Tracer>, name: &str, length: Duration) -> anyhow::Resu
     })
 }
 
-fn print_text(
-    args: &Args,
-    target: &Target,
-    attached: &Attached,
-    comparison: &Comparison,
-    tracing: bool,
-) {
+/// Gives the payload a plan without the classes that lost.
+fn hand_back(target: &mut Target, plan: &Plan, slower: &[Slower]) -> anyhow::Result<()> {
+    if slower.is_empty() {
+        return Ok(());
+    }
+    let plan = slower.iter().fold(*plan, |plan, class| {
+        plan.without(class.dtoh, class.class_bytes)
+    });
+    injector::set_plan(target, &plan)?;
+    Ok(())
+}
+
+fn print_text(target: &Target, attached: &Attached, comparison: &Comparison, tracing: bool) {
     println!(
         "attached to {} ({}): {} functions patched in {:.0} ms, {} threads stopped for {:.1} ms",
         target.pid,
@@ -181,12 +243,15 @@ fn print_text(
             target.pid
         );
     }
-    if args.revert {
-        println!("\nreverted: process {} copies as it did before", target.pid);
+}
+
+fn print_end(pid: u32, reverted: bool, failing: &[&str]) {
+    if !failing.is_empty() {
+        return; // The error says it.
+    }
+    if reverted {
+        println!("\nreverted: process {pid} copies as it did before");
     } else {
-        println!(
-            "\nThe new copier stays. Take it out with: cmt detach {}",
-            target.pid
-        );
+        println!("\nThe new copier stays. Take it out with: cmt detach {pid}");
     }
 }

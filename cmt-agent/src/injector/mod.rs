@@ -323,6 +323,30 @@ pub fn detach(target: &mut Target) -> Result<Detached, InjectError> {
     })
 }
 
+/// Gives the payload of an attached process another plan; copies that run finish by the old one.
+pub fn set_plan(target: &mut Target, plan: &Plan) -> Result<(), InjectError> {
+    let pid = target.pid;
+    let _lock = lock(pid)?;
+    target.refresh_maps()?;
+    let control = find_control(target)?.ok_or(InjectError::NotAttached { pid })?;
+    check_owner(target, &control)?;
+    control.set_plan(plan);
+    Ok(control.command(command::SET_PLAN, STEP_LIMIT)?)
+}
+
+/// How many staged copies returned an error of the driver since the payload was loaded.
+pub fn staged_errors(target: &mut Target) -> Result<u64, InjectError> {
+    target.refresh_maps()?;
+    let control = find_control(target)?;
+    Ok(control.map_or(0, |control| {
+        let errors = &control.counters.staged_errors;
+        errors
+            .iter()
+            .map(|count| count.load(Ordering::Relaxed))
+            .sum()
+    }))
+}
+
 /// Whether the payload's control thread lives.
 pub fn has_control_thread(target: &Target, control: &ControlMap) -> bool {
     control.control_tid.load(Ordering::Acquire) != 0
