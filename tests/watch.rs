@@ -1,0 +1,114 @@
+//! `cmt attach` watches what it did: what got slower goes back to stock, what began to fail is taken out.
+
+use cmt_tests::{Rung, Victim, cmt, require};
+use serde_json::{Value, json};
+
+/// A profile whose only row stages every copy by itself in DMAs of `slot_bytes`.
+fn profile(slot_bytes: u64) -> tempfile::NamedTempFile {
+    let row = json!({
+        "up_to_bytes": 1u64 << 40, "threads": 2, "slot_bytes": slot_bytes, "slice_bytes": slot_bytes.min(65536),
+        "ring_bytes": slot_bytes * 4, "store": "ordinary",
+    });
+    let profile = json!({"schema": "cmt/profile/1", "htod": [row], "dtoh": [row]});
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(file.path(), profile.to_string()).expect("written");
+    file
+}
+
+fn passed(victim: &Victim, reason: &str) -> u64 {
+    let status = cmt(["status", &victim.pid.to_string(), "--json"]).json();
+    let passed = status["processes"][0]["passed"]
+        .as_array()
+        .cloned()
+        .unwrap_or_default();
+    passed
+        .iter()
+        .find(|entry| entry["reason"] == reason)
+        .and_then(|entry| entry["calls"].as_u64())
+        .unwrap_or(0)
+}
+
+#[test]
+fn a_class_that_got_slower_is_handed_back() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    // Units of 4 KiB cost more in calls, which are dear here, than the driver's own slow path.
+    let profile = profile(4096);
+    let mut command = Victim::command("victim-drv");
+    command
+        .args(["--bytes", "1M", "--exact"])
+        .env("STANDIN_CALL_NS", "40000");
+    let victim = Victim::spawn(command);
+    let pid = victim.pid.to_string();
+    let path = profile.path().to_str().expect("a path");
+    let report = cmt([
+        "attach",
+        &pid,
+        "--before",
+        "2s",
+        "--after",
+        "3s",
+        "--profile",
+        path,
+        "--json",
+    ])
+    .json();
+    let handed_back = report["handed_back"].as_array().expect("handed_back");
+    for direction in ["HtoD", "DtoH"] {
+        assert!(
+            handed_back
+                .iter()
+                .any(|class| class["direction"] == direction
+                    && class["size_class_bytes"] == 1 << 20
+                    && class["ratio"].as_f64().is_some_and(|ratio| ratio < 0.95)),
+            "{direction}: {report:#}"
+        );
+    }
+    assert_eq!(report["kept"], true);
+    let before = passed(&victim, "below the cut-over");
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    assert!(
+        passed(&victim, "below the cut-over") > before,
+        "copies go to stock"
+    );
+    assert_eq!(victim.stop()["mismatches"], 0);
+}
+
+#[test]
+fn copies_that_begin_to_fail_are_taken_out() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    // Stock makes one call of the driver for a copy, this plan 64: only then is the 3000th reached.
+    let profile = profile(65536);
+    let mut command = Victim::command("victim-drv");
+    command
+        .args([
+            "--bytes",
+            "4M",
+            "--exact",
+            "--pause-ms",
+            "20",
+            "--allow-errors",
+        ])
+        .env("STANDIN_FAIL_COPY_EVERY", "3000");
+    let victim = Victim::spawn(command);
+    let pid = victim.pid.to_string();
+    let path = profile.path().to_str().expect("a path");
+    let done = cmt([
+        "attach",
+        &pid,
+        "--before",
+        "1s",
+        "--after",
+        "10s",
+        "--profile",
+        path,
+    ]);
+    assert_eq!(done.code, Some(1), "{done:#?}");
+    assert!(done.stderr.contains("was detached again"), "{done:#?}");
+    let status: Value = cmt(["status", &pid, "--json"]).json();
+    assert_eq!(status["processes"][0]["state"], "detached");
+    victim.stop();
+}
