@@ -23,6 +23,10 @@ const REGION_BYTES: u64 = 4096;
 const HOOK_BYTES: u64 = 256;
 /// How far a region may be from the code: 2 GiB less room for the library's own data behind or before the code.
 const REACH_BYTES: u64 = (2 << 30) - (256 << 20);
+/// What heap and stack are left to grow into.
+const ROOM_BYTES: u64 = 64 << 30;
+/// How far from the ends of a gap a page is looked for: at its ends the target's own next mappings go, and may be faster.
+const STEPS: [u64; 4] = [0, 1 << 20, 16 << 20, 256 << 20];
 /// Nothing is placed below: `vm.mmap_min_addr` is at most this where it is set as usual.
 const LOWEST: u64 = 64 << 10;
 /// Blocks of code start on such a boundary.
@@ -186,10 +190,13 @@ fn candidates(mappings: &[Mapping], address: u64) -> Vec<u64> {
     let mut below_grows = false;
     let mut bases = Vec::new();
     for mapping in mappings {
-        let gap_bytes = mapping.start.saturating_sub(free_from);
-        if gap_bytes >= REGION_BYTES && !below_grows && !mapping.grows {
-            bases.push(free_from);
-            bases.push(mapping.start - REGION_BYTES);
+        let room = |grows: bool| if grows { ROOM_BYTES } else { 0 };
+        let low = free_from + room(below_grows);
+        let high = mapping.start.saturating_sub(room(mapping.grows));
+        for step in STEPS {
+            if low + step + REGION_BYTES <= high {
+                bases.extend([low + step, high - REGION_BYTES - step]);
+            }
         }
         free_from = mapping.end.max(free_from);
         below_grows = mapping.grows;
@@ -291,5 +298,42 @@ mod tests {
             mapping(code + 0x9000, code + 0xa000, false),
         ];
         assert!(candidates(&maps, code).iter().all(|&base| base < code));
+    }
+
+    #[test]
+    fn the_far_end_of_the_gap_above_the_heap_is_used() {
+        let code = 0x7000_0000_0000;
+        let maps = [
+            mapping(0x5500_0000_0000, 0x5500_0010_0000, true),
+            mapping(code, code + 0x1000, false),
+            mapping(code + 0x1000, code + 0x8000_0000, false),
+        ];
+        assert_eq!(candidates(&maps, code)[0], code - REGION_BYTES);
+    }
+
+    #[test]
+    fn a_page_is_found_while_others_map_memory() {
+        // Pages that are never given back, each where the next free one is; few enough to stay near.
+        let storm = || {
+            for _ in 0..20_000 {
+                // SAFETY: a new mapping that nobody uses.
+                let page = unsafe { map_anywhere() };
+                assert_ne!(page, libc::MAP_FAILED);
+            }
+        };
+        // SAFETY: a new mapping that nobody uses.
+        let code = unsafe { map_anywhere() } as u64;
+        std::thread::scope(|scope| {
+            let storms = [(); 4].map(|()| scope.spawn(storm));
+            while storms.iter().any(|storm| !storm.is_finished()) {
+                Region::near(code).expect("a page");
+            }
+        });
+    }
+
+    unsafe fn map_anywhere() -> *mut libc::c_void {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: replaces no mapping.
+        unsafe { libc::mmap(std::ptr::null_mut(), 4096, libc::PROT_NONE, flags, -1, 0) }
     }
 }

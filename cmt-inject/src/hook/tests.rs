@@ -6,6 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use super::builtin::Builtin;
 #[cfg(feature = "frida")]
@@ -521,4 +522,74 @@ fn a_branch_behind_the_window_is_no_obstacle<E: Engine>() {
         ]);
         hook_and_restore::<E>(&code);
     }
+}
+
+/// Under `PR_SET_MDWE` no memory may become executable after it was writable: gum would crash, so it is not asked.
+#[cfg(feature = "frida")]
+#[test]
+fn where_code_must_not_be_writable_gum_is_refused_by_name() {
+    let test = "hook::tests::in_a_process_where_code_must_not_be_writable";
+    let finished = std::process::Command::new(std::env::current_exe().expect("this program"))
+        .args([test, "--exact", "--ignored"])
+        .output()
+        .expect("start this program");
+    assert!(finished.status.success(), "{finished:?}");
+    assert!(String::from_utf8_lossy(&finished.stdout).contains("1 passed"));
+}
+
+#[cfg(feature = "frida")]
+#[test]
+#[ignore = "changes its process; the test above starts it in one of its own"]
+fn in_a_process_where_code_must_not_be_writable() {
+    let code = driver_function();
+    // SAFETY: forbids what this process does not do from here on.
+    if unsafe { libc::prctl(libc::PR_SET_MDWE, libc::PR_MDWE_REFUSE_EXEC_GAIN, 0, 0, 0) } != 0 {
+        return; // Linux before 6.3
+    }
+    let refused = code.prepare::<Frida>().err().expect("refused").to_string();
+    let reason = "mapping writable and executable memory for frida-gum failed";
+    assert_eq!(refused, reason);
+    hook_and_restore::<Builtin>(&code);
+}
+
+/// The figures of docs/hooks.md.
+fn figures<E: Engine>() {
+    const FUNCTIONS: usize = 24;
+    let _guard = lock(&ONE_PREPARES);
+    let codes: Vec<Code> = (0..FUNCTIONS).map(|_| driver_function()).collect();
+    let mut engine = E::default();
+    let mut times = Vec::new();
+    let mut prepared = None;
+    for code in &codes {
+        let function = Function {
+            address: code.address,
+            size: code.size,
+        };
+        let start = Instant::now();
+        prepared = Some(engine.prepare(function, 1).expect("prepare"));
+        times.push(start.elapsed());
+    }
+    let start = Instant::now();
+    engine.seal().expect("seal");
+    let (seal, first) = (start.elapsed(), times[0]);
+    times.sort();
+    let patch = prepared.expect("one at least").patched.len();
+    println!(
+        "{}: first {first:?}, median {:?}, seal {seal:?}, patch {patch} bytes",
+        engine.name(),
+        times[FUNCTIONS / 2],
+    );
+}
+
+#[test]
+#[ignore = "prints figures, checks nothing"]
+fn figures_of_builtin() {
+    figures::<Builtin>();
+}
+
+#[cfg(feature = "frida")]
+#[test]
+#[ignore = "prints figures, checks nothing"]
+fn figures_of_frida() {
+    figures::<Frida>();
 }
