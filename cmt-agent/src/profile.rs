@@ -1,10 +1,12 @@
 //! Profiles: a plan for copies in a file (`cmt/profile/1`).
 
-use std::fs;
 use std::path::{Path, PathBuf};
+use std::{fmt, fs};
 
 use cmt_common::control::{PLAN_ROWS, Plan, PlanRow, store};
 use serde::{Deserialize, Serialize};
+
+use crate::compare::bytes;
 
 /// The name and version of the format.
 pub const SCHEMA: &str = "cmt/profile/1";
@@ -44,17 +46,21 @@ pub enum ProfileError {
     },
 }
 
+/// A plan as it stands in a file.
 #[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-struct File {
+pub struct File {
     schema: String,
-    htod: Vec<Row>,
-    dtoh: Vec<Row>,
+    /// Rows for HtoD, smallest copies first.
+    pub htod: Vec<Row>,
+    /// Rows for DtoH.
+    pub dtoh: Vec<Row>,
 }
 
+/// One row of it: copies up to a size.
 #[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-struct Row {
+pub struct Row {
     up_to_bytes: u64,
     slot_bytes: u64,
     slice_bytes: u64,
@@ -105,29 +111,60 @@ pub fn parse(text: &str, path: &Path) -> Result<Plan, ProfileError> {
 
 /// The plan as a `cmt/profile/1` object.
 pub fn to_json(plan: &Plan) -> String {
-    let rows = |rows: &[PlanRow]| {
-        rows.iter()
-            .filter(|row| row.up_to_bytes > 0)
-            .map(|row| Row {
-                up_to_bytes: row.up_to_bytes,
-                slot_bytes: row.slot_bytes,
-                slice_bytes: row.slice_bytes,
-                ring_bytes: row.ring_bytes,
-                threads: row.threads,
-                store: match row.store {
-                    store::NON_TEMPORAL => Store::NonTemporal,
-                    store::REP_MOVSB => Store::RepMovsb,
-                    _ => Store::Ordinary,
-                },
-            })
-            .collect()
-    };
-    let file = File {
-        schema: SCHEMA.to_owned(),
-        htod: rows(&plan.htod),
-        dtoh: rows(&plan.dtoh),
-    };
-    serde_json::to_string(&file).expect("plain numbers and names")
+    serde_json::to_string(&File::of(plan)).expect("plain numbers and names")
+}
+
+impl File {
+    /// The file that says what `plan` says.
+    pub fn of(plan: &Plan) -> Self {
+        let rows = |rows: &[PlanRow]| {
+            rows.iter()
+                .filter(|row| row.up_to_bytes > 0)
+                .map(|row| Row {
+                    up_to_bytes: row.up_to_bytes,
+                    slot_bytes: row.slot_bytes,
+                    slice_bytes: row.slice_bytes,
+                    ring_bytes: row.ring_bytes,
+                    threads: row.threads,
+                    store: match row.store {
+                        store::NON_TEMPORAL => Store::NonTemporal,
+                        store::REP_MOVSB => Store::RepMovsb,
+                        _ => Store::Ordinary,
+                    },
+                })
+                .collect()
+        };
+        Self {
+            schema: SCHEMA.to_owned(),
+            htod: rows(&plan.htod),
+            dtoh: rows(&plan.dtoh),
+        }
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.up_to_bytes {
+            0x100_0000_0000.. => write!(f, "{:<17}", "all others")?,
+            up_to => write!(f, "{:<17}", format!("up to {}", bytes(up_to)))?,
+        }
+        if self.threads == 0 {
+            return write!(f, "original function");
+        }
+        let store = match self.store {
+            Store::Ordinary => "ordinary",
+            Store::NonTemporal => "non-temporal",
+            Store::RepMovsb => "rep movsb",
+        };
+        write!(
+            f,
+            "{} threads, slots {}, slices {}, ring {}, {store}",
+            self.threads,
+            bytes(self.slot_bytes),
+            bytes(self.slice_bytes),
+            bytes(self.ring_bytes),
+        )
+    }
 }
 
 fn rows(direction: &str, rows: &[Row]) -> Result<[PlanRow; PLAN_ROWS], String> {

@@ -10,6 +10,7 @@ use comfy_table::{Table, presets};
 use serde::Serialize;
 
 use crate::injector::{self, ControlMap};
+use crate::profile;
 use crate::target::Target;
 
 /// Show which processes are attached and what the payload counted in them
@@ -42,6 +43,8 @@ struct Process {
     panics: u64,
     pinned_bytes: u64,
     helpers: u32,
+    /// What copies of each size are done by (`cmt/profile/1`).
+    plan: profile::File,
 }
 
 #[derive(Serialize)]
@@ -153,6 +156,7 @@ fn describe(target: &Target, control: &ControlMap) -> Process {
         panics: counters.panics.load(Ordering::Relaxed),
         pinned_bytes: counters.pinned_bytes.load(Ordering::Relaxed),
         helpers: counters.helpers.load(Ordering::Relaxed),
+        plan: profile::File::of(&control.plan()),
     }
 }
 
@@ -194,4 +198,12 @@ fn print_process(process: &Process) {
         table.add_row(["panics caught".to_owned(), process.panics.to_string()]);
     }
     println!("{table}");
+    if process.attached_s.is_some() {
+        for (direction, rows) in [("HtoD", &process.plan.htod), ("DtoH", &process.plan.dtoh)] {
+            println!(" plan for {direction}");
+            for row in rows {
+                println!("   {row}");
+            }
+        }
+    }
 }
