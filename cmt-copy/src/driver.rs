@@ -5,7 +5,8 @@
 #![expect(unsafe_code, reason = "calls the driver through function pointers")]
 
 use core::ffi::c_void;
-use core::ptr::null_mut;
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cmt_common::api::{
     COPY_FNS, CopyFn, DRIVER_FNS, Direction, DirectionFrom, DriverFn, Flavour, HOOKED,
@@ -25,6 +26,8 @@ pub(crate) mod code {
     /// First and last of `CUDA_ERROR_STREAM_CAPTURE_*` and their kin: somebody captures, nothing is broken.
     pub const CAPTURE_FIRST: Code = 900;
     pub const CAPTURE_LAST: Code = 908;
+    pub const INVALID_CONTEXT: Code = 201;
+    pub const CONTEXT_IS_DESTROYED: Code = 709;
 }
 
 /// The engine cannot be built.
@@ -65,8 +68,6 @@ pub struct Driver {
     ctx_get_id: unsafe extern "C" fn(usize, *mut u64) -> Code,
     ctx_get_device: unsafe extern "C" fn(*mut i32) -> Code,
     device_get_attribute: Option<unsafe extern "C" fn(*mut i32, i32, i32) -> Code>,
-    mem_host_alloc: Option<unsafe extern "C" fn(*mut *mut c_void, usize, u32) -> Code>,
-    mem_free_host: Option<unsafe extern "C" fn(*mut c_void) -> Code>,
     mem_host_register: unsafe extern "C" fn(*mut c_void, usize, u32) -> Code,
     mem_host_unregister: unsafe extern "C" fn(*mut c_void) -> Code,
     mem_host_get_device_pointer: unsafe extern "C" fn(*mut u64, *mut c_void, u32) -> Code,
@@ -193,8 +194,6 @@ impl Driver {
             ctx_get_id: entry!(CtxGetId),
             ctx_get_device: entry!(CtxGetDevice),
             device_get_attribute: entry!(optional DeviceGetAttribute),
-            mem_host_alloc: entry!(optional MemHostAlloc),
-            mem_free_host: entry!(optional MemFreeHost),
             mem_host_register: entry!(MemHostRegister),
             mem_host_unregister: entry!(MemHostUnregister),
             mem_host_get_device_pointer: entry!(MemHostGetDevicePointer),
@@ -212,7 +211,13 @@ impl Driver {
             Flavour::Legacy => self.legacy.as_ref(),
             Flavour::PerThread => self.per_thread.as_ref(),
         }?;
-        Some(Stream { functions, handle })
+        let is_the_threads_own =
+            handle == STREAM_PER_THREAD || (handle == 0 && flavour == Flavour::PerThread);
+        Some(Stream {
+            functions,
+            handle,
+            is_the_threads_own,
+        })
     }
 
     /// The context of the calling thread, if it has one.
@@ -223,21 +228,26 @@ impl Driver {
         if result != code::SUCCESS || handle == 0 {
             return None;
         }
-        let id = self.context_id(handle)?;
+        let id = self.context_id(handle).ok()?;
         Some(Context { handle, id })
     }
 
-    /// The id of a context; `None` once it is destroyed (`cuCtxGetId` reports that by its documentation).
-    fn context_id(&self, handle: usize) -> Option<u64> {
+    fn context_id(&self, handle: usize) -> Result<u64, Code> {
         let mut id = 0;
         // SAFETY: as in `current_context`.
-        let result = unsafe { (self.ctx_get_id)(handle, &mut id) };
-        (result == code::SUCCESS).then_some(id)
+        match unsafe { (self.ctx_get_id)(handle, &mut id) } {
+            code::SUCCESS => Ok(id),
+            error => Err(error),
+        }
     }
 
-    /// False once the context is destroyed or its address has been given to another one.
+    /// False once the context is destroyed or its address has been given to another one. A driver that is broken or shut
+    /// down answers with other errors, and still has what it pinned.
     pub(crate) fn is_alive(&self, context: Context) -> bool {
-        self.context_id(context.handle) == Some(context.id)
+        match self.context_id(context.handle) {
+            Ok(id) => id == context.id,
+            Err(error) => ![code::INVALID_CONTEXT, code::CONTEXT_IS_DESTROYED].contains(&error),
+        }
     }
 
     /// Runs `action` with `context` current on this thread, then restores what was current.
@@ -324,18 +334,25 @@ impl Driver {
         }
     }
 
-    /// Runs `action` so that it neither fails because of nor breaks a capture on another thread (driver 580: allocating
-    /// during a global-mode capture otherwise returns 900 and breaks it). `None` if that cannot be had.
-    pub(crate) fn relaxed<T>(&self, action: impl FnOnce() -> T) -> Option<T> {
+    /// Runs `action` so that it neither fails because of nor breaks a capture on another thread: during a global-mode
+    /// capture, allocating, synchronising and even `cuStreamQuery` and `cuEventQuery` otherwise return 900 and break it
+    /// (driver 580). `Err` carries the driver's code where that mode cannot be had.
+    pub(crate) fn relaxed<T>(&self, action: impl FnOnce() -> T) -> Result<T, Code> {
         let mut mode = 2; // CU_STREAM_CAPTURE_MODE_RELAXED
         // SAFETY: the mode goes in and out through a local int.
-        if unsafe { (self.exchange_capture_mode)(&mut mode) } != code::SUCCESS {
-            return None;
+        match unsafe { (self.exchange_capture_mode)(&mut mode) } {
+            code::SUCCESS => {}
+            error => return Err(error),
         }
         let result = action();
         // SAFETY: `mode` holds what the thread had before.
         unsafe { (self.exchange_capture_mode)(&mut mode) };
-        Some(result)
+        Ok(result)
+    }
+
+    /// The same for an action that returns a code.
+    fn relaxed_call(&self, action: impl FnOnce() -> Code) -> Code {
+        self.relaxed(action).unwrap_or_else(|error| error)
     }
 
     /// Pins `bytes` bytes at `start`, portable and mapped.
@@ -345,7 +362,7 @@ impl Driver {
     pub(crate) unsafe fn register(&self, start: *mut u8, bytes: usize) -> Code {
         // CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
         // SAFETY: the caller's range.
-        unsafe { (self.mem_host_register)(start.cast(), bytes, 1 | 2) }
+        self.relaxed_call(|| unsafe { (self.mem_host_register)(start.cast(), bytes, 1 | 2) })
     }
 
     /// Unpins the range that was registered at `start`.
@@ -354,39 +371,16 @@ impl Driver {
     /// No transfer may use the range any more.
     pub(crate) unsafe fn unregister(&self, start: *mut u8) -> Code {
         // SAFETY: the caller's promise.
-        unsafe { (self.mem_host_unregister)(start.cast()) }
-    }
-
-    /// Pinned memory from the driver itself, portable and mapped; null if it has none.
-    pub(crate) fn allocate_host(&self, bytes: usize) -> *mut u8 {
-        let mut start = null_mut();
-        let (Some(allocate), Some(_)) = (self.mem_host_alloc, self.mem_free_host) else {
-            return null_mut();
-        };
-        // CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
-        // SAFETY: the pointer is to a local.
-        if unsafe { allocate(&mut start, bytes, 1 | 2) } != code::SUCCESS {
-            return null_mut();
-        }
-        start.cast()
-    }
-
-    /// Frees what [`Driver::allocate_host`] returned.
-    ///
-    /// # Safety
-    /// No transfer and no thread may use the memory any more.
-    pub(crate) unsafe fn free_host(&self, start: *mut u8) {
-        if let Some(free) = self.mem_free_host {
-            // SAFETY: the caller's promise.
-            unsafe { free(start.cast()) };
-        }
+        self.relaxed_call(|| unsafe { (self.mem_host_unregister)(start.cast()) })
     }
 
     /// The device's address of pinned memory.
     pub(crate) fn device_pointer(&self, host: *mut u8) -> Option<u64> {
         let mut device = 0;
         // SAFETY: the driver looks the host address up and writes to a local.
-        let result = unsafe { (self.mem_host_get_device_pointer)(&mut device, host.cast(), 0) };
+        let result = self.relaxed_call(|| unsafe {
+            (self.mem_host_get_device_pointer)(&mut device, host.cast(), 0)
+        });
         (result == code::SUCCESS).then_some(device)
     }
 
@@ -400,10 +394,11 @@ impl Driver {
         let mut event = 0;
         // CU_EVENT_DISABLE_TIMING
         // SAFETY: the pointer is to a local.
-        (unsafe { create(&mut event, 2) } == code::SUCCESS).then_some(event)
+        let result = self.relaxed_call(|| unsafe { create(&mut event, 2) });
+        (result == code::SUCCESS).then_some(event)
     }
 
-    /// The code of `cuEventQuery`.
+    /// The code of `cuEventQuery`. To be called within [`Driver::relaxed`].
     ///
     /// # Safety
     /// `event` must come from [`Driver::create_event`] and not be destroyed, nor its context.
@@ -422,7 +417,7 @@ impl Driver {
     pub(crate) unsafe fn destroy_event(&self, event: usize) {
         if let Some(destroy) = self.event_destroy {
             // SAFETY: the caller's promise.
-            unsafe { destroy(event) };
+            self.relaxed_call(|| unsafe { destroy(event) });
         }
     }
 }
@@ -432,6 +427,30 @@ impl Driver {
 pub(crate) struct Stream<'a> {
     functions: &'a Streams,
     handle: usize,
+    /// Whether each thread means another stream by this handle.
+    is_the_threads_own: bool,
+}
+
+/// CU_STREAM_PER_THREAD.
+const STREAM_PER_THREAD: usize = 2;
+
+/// What tells a stream apart from every other one of its context, past ones included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StreamId {
+    /// What `cuStreamGetId` says.
+    Driver(u64),
+    /// The default stream of the thread with this number. It is not known whether the driver's ids of two threads differ.
+    Thread(u64),
+}
+
+/// A number that no other thread of the process has or had.
+fn thread_number() -> u64 {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    thread_local!(static OWN: Cell<u64> = const { Cell::new(0) });
+    if OWN.get() == 0 {
+        OWN.set(LAST.fetch_add(1, Ordering::Relaxed) + 1);
+    }
+    OWN.get()
 }
 
 impl Stream<'_> {
@@ -445,32 +464,39 @@ impl Stream<'_> {
         result != code::SUCCESS || status != 0
     }
 
-    /// The number that tells this stream apart from every other one of the process, past ones included; `None` if the
-    /// driver cannot say.
-    pub(crate) fn id(self) -> Option<u64> {
+    /// What tells this stream apart; `None` if the driver cannot say.
+    pub(crate) fn id(self) -> Option<StreamId> {
+        if self.is_the_threads_own {
+            return Some(StreamId::Thread(thread_number()));
+        }
         let mut id = 0;
         // SAFETY: as in `may_be_capturing`.
         let result = unsafe { (self.functions.id?)(self.handle, &mut id) };
-        (result == code::SUCCESS).then_some(id)
+        (result == code::SUCCESS).then_some(StreamId::Driver(id))
     }
 
     /// [`code::SUCCESS`] if the stream is idle, [`code::NOT_READY`] if it is not (or if asking would disturb a
     /// capture), else the error that a synchronise would return.
-    pub(crate) fn query(self) -> Code {
-        if self.may_be_capturing() {
-            return code::NOT_READY;
+    pub(crate) fn query(self, driver: &Driver) -> Code {
+        let mut status = 0;
+        // SAFETY: as in `may_be_capturing`.
+        match unsafe { (self.functions.is_capturing)(self.handle, &mut status) } {
+            code::SUCCESS if status == 0 => {}
+            code::SUCCESS | code::CAPTURE_FIRST..=code::CAPTURE_LAST => return code::NOT_READY,
+            // A context that a kernel has broken says so to every call.
+            error => return error,
         }
         // SAFETY: the handle is the application's, who passed it to a copy that has not returned.
-        match unsafe { (self.functions.query)(self.handle) } {
+        match driver.relaxed_call(|| unsafe { (self.functions.query)(self.handle) }) {
             code::CAPTURE_FIRST..=code::CAPTURE_LAST => code::NOT_READY,
             other => other,
         }
     }
 
     /// Waits for all work of the stream.
-    pub(crate) fn synchronize(self) -> Code {
+    pub(crate) fn synchronize(self, driver: &Driver) -> Code {
         // SAFETY: as in `query`.
-        unsafe { (self.functions.synchronize)(self.handle) }
+        driver.relaxed_call(|| unsafe { (self.functions.synchronize)(self.handle) })
     }
 
     /// Enqueues a copy to the device.

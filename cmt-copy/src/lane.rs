@@ -12,9 +12,10 @@
 use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use crate::driver::{Code, Context, Driver, Stream, code};
+use crate::driver::{Code, Context, Driver, Stream, StreamId, code};
+use crate::patience::nap;
 use crate::pinned::Pinned;
 use crate::plan::SLICE_MAX_BYTES;
 use crate::protocol::Board;
@@ -40,7 +41,7 @@ pub(crate) struct State {
     pub(crate) context: Context,
     pub(crate) pinned: Pinned,
     /// The stream whose slots are in flight, if its identity is known for sure.
-    pub(crate) stream: Option<u64>,
+    pub(crate) stream: Option<StreamId>,
     /// Ring position behind the last slot that was submitted, and behind the last one that is complete.
     pub(crate) head: u64,
     pub(crate) arrived: u64,
@@ -51,6 +52,8 @@ pub(crate) struct State {
     ends: Box<[u64]>,
     /// [`EVENTS`] events by slot where the driver cannot write a completion word, else none.
     events: Vec<usize>,
+    /// A slot is in flight that nothing announces.
+    unannounced: bool,
     /// `completed` when a copy last gave up waiting for room.
     stalled_at: Option<u32>,
 }
@@ -72,17 +75,23 @@ impl State {
             completed: 0,
             ends: vec![0; SLOTS].into_boxed_slice(),
             events: Vec::new(),
+            unannounced: false,
             stalled_at: None,
         }
     }
 
     /// Sees how far the stream has come.
     pub(crate) fn reap(&mut self, driver: &Driver) {
+        if self.is_quiet() || self.unannounced {
+            return;
+        }
         let completed = if self.events.is_empty() {
             // Acquire: what the device wrote before the word is seen after it.
             self.pinned.word().load(Ordering::Acquire)
         } else {
-            self.completed_by_events(driver)
+            // The mode is taken once for all events that are asked.
+            let completed = driver.relaxed(|| self.completed_by_events(driver));
+            completed.unwrap_or(self.completed)
         };
         let (ahead, in_flight) = (
             completed.wrapping_sub(self.completed),
@@ -139,12 +148,17 @@ impl State {
         if event.and_then(|event| unsafe { stream.record(event) }) == Some(code::SUCCESS) {
             return Ok(());
         }
-        match stream.synchronize() {
+        match stream.synchronize(driver) {
             code::SUCCESS => {
                 self.complete_all();
                 Ok(())
             }
-            error => Err(error),
+            error => {
+                // The slot's event says what it said of an earlier slot. Nobody may use this lane until the stream is idle.
+                self.unannounced = true;
+                self.stream = None;
+                Err(error)
+            }
         }
     }
 
@@ -160,6 +174,7 @@ impl State {
         if !self.is_quiet() {
             self.complete(self.submitted);
         }
+        self.unannounced = false;
     }
 
     /// Waits until nothing is in flight; false if that takes longer than until `deadline`.
@@ -169,7 +184,7 @@ impl State {
             if self.is_quiet() || Instant::now() >= deadline {
                 return self.is_quiet();
             }
-            std::thread::sleep(Duration::from_micros(50));
+            nap();
         }
     }
 
@@ -219,16 +234,8 @@ impl State {
 /// As many events as a lane needs, or none.
 fn create_events(driver: &Driver) -> Vec<usize> {
     let mut events = Vec::with_capacity(EVENTS);
-    let created = driver.relaxed(|| {
-        for _ in 0..EVENTS {
-            match driver.create_event() {
-                Some(event) => events.push(event),
-                None => return false,
-            }
-        }
-        true
-    });
-    if created != Some(true) {
+    events.extend((0..EVENTS).map_while(|_| driver.create_event()));
+    if events.len() < EVENTS {
         for event in events.drain(..) {
             // SAFETY: just created and never used.
             unsafe { driver.destroy_event(event) };
@@ -258,7 +265,13 @@ impl DerefMut for Held<'_> {
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        self.lane.taken.store(false, Ordering::Release);
+        if std::thread::panicking() {
+            // The copy is left midway: helpers must let go of the application's memory before the panic goes on. Nobody
+            // can say what the lane's state is worth, so it stays taken.
+            self.lane.board.withdraw();
+        } else {
+            self.lane.give_back();
+        }
     }
 }
 
@@ -296,5 +309,44 @@ impl Lane {
 
     pub(crate) fn give_back(&self) {
         self.taken.store(false, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::Task;
+    use crate::store::Store;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    #[test]
+    fn a_panic_takes_the_slices_back_and_keeps_the_lane() {
+        let lane = Lane::new();
+        let context = Context { handle: 1, id: 1 };
+        let pinned = Pinned::map().expect("address space");
+        let slot = lane.try_take().expect("free");
+        let held = Held::new(&lane, slot.insert(State::new(context, pinned)));
+        let mut host = vec![1u8; 40];
+        let task = Task {
+            host: host.as_mut_ptr(),
+            bytes: 40,
+            ring: held.pinned.ring(),
+            ring_bytes: 64,
+            ring_start: 0,
+            slice_bytes: 4,
+            into_ring: true,
+            store: Store::Ordinary,
+        };
+        // SAFETY: the lane is held, and host and ring outlive every slice.
+        unsafe { lane.board.open(task, 1) };
+        lane.board.offer(10);
+        assert!(lane.board.work());
+        let panicked = catch_unwind(AssertUnwindSafe(move || {
+            let _held = held;
+            std::panic::resume_unwind(Box::new(()));
+        }));
+        assert!(panicked.is_err());
+        assert!(!lane.board.is_ready() && !lane.board.work());
+        assert!(lane.try_take().is_none());
     }
 }

@@ -12,6 +12,7 @@ mod classify;
 mod driver;
 mod lane;
 mod layout;
+mod patience;
 mod pinned;
 pub mod plan;
 mod pool;
@@ -86,21 +87,15 @@ impl Engine {
         }
     }
 
-    /// Whether a call could be staged by its size. Costs a few nanoseconds; false means that [`Engine::copy`] would pass.
-    #[inline]
-    pub fn wants(&self, function: usize, bytes: usize) -> bool {
-        let Some(function) = hooked(function) else {
-            return false;
+    /// Length in bytes below which [`Engine::copy`] passes every call of a function, under the plan in force.
+    pub fn cut_over(&self, function: usize) -> usize {
+        let cut_over = match hooked(function).map(direction) {
+            None => u64::MAX,
+            Some(Direction::HtoD) => self.plan.cut_over(false),
+            Some(Direction::DtoH) => self.plan.cut_over(true),
+            Some(_) => self.plan.cut_over(false).min(self.plan.cut_over(true)),
         };
-        bytes as u64 >= self.cut_over(direction(function))
-    }
-
-    fn cut_over(&self, direction: Direction) -> u64 {
-        match direction {
-            Direction::HtoD => self.plan.cut_over(false),
-            Direction::DtoH => self.plan.cut_over(true),
-            _ => self.plan.cut_over(false).min(self.plan.cut_over(true)),
-        }
+        usize::try_from(cut_over).unwrap_or(usize::MAX)
     }
 
     /// Makes the copy, or does nothing and says why.
@@ -109,7 +104,7 @@ impl Engine {
     /// The arguments must be those of a call that the application made to that CUDA function on this thread, under the
     /// contract that the function has.
     pub unsafe fn copy(&self, request: &Request) -> Outcome {
-        if !self.wants(request.function, request.bytes) {
+        if request.bytes < self.cut_over(request.function) {
             return Outcome::Pass(PassReason::BelowCutOver);
         }
         match self.prepare(request) {

@@ -1,8 +1,8 @@
 //! The pinned memory of one lane: a ring of slots and the completion word before it.
 //!
 //! The memory is a mapping of the engine's own that the driver registers, so a context that the application destroys can
-//! only unpin it: helpers never touch memory that the driver has unmapped. Where registering is not supported, the
-//! driver allocates it instead; such a ring is touched only while its context is known to be alive.
+//! only unpin it: nobody ever touches memory that the driver has unmapped. Where registering does not work, there is no
+//! pinned memory.
 #![expect(unsafe_code, reason = "maps, registers and frees memory")]
 
 use core::ptr::null_mut;
@@ -24,15 +24,8 @@ pub(crate) struct Pinned {
     /// Ends of the registered pieces as distances from the ring's start; 0 where there is none. A DMA must not cross one.
     ends: [usize; PIECES],
     word_device: u64,
-    origin: Origin,
-}
-
-/// Whose memory it is.
-enum Origin {
-    /// Mapped here, registered with the driver.
-    Mapped { start: *mut u8, bytes: usize },
-    /// From `cuMemHostAlloc`; starts with the word's page.
-    Driver,
+    /// The mapping that holds both.
+    mapping: (*mut u8, usize),
 }
 
 // SAFETY: the pointers lead to memory that this value owns; no part of it belongs to one thread.
@@ -42,9 +35,7 @@ impl Pinned {
     /// A ring of `ring_bytes` bytes (a power of two between 1 MiB and [`RING_MAX_BYTES`]), or a smaller one where that
     /// cannot be had; `None` if there is no pinned memory at all. The context it is for must be current.
     pub(crate) fn new(driver: &Driver, ring_bytes: usize) -> Option<Self> {
-        Self::map()
-            .and_then(|mapped| mapped.register_most_of(driver, ring_bytes))
-            .or_else(|| Self::allocate(driver, ring_bytes))
+        Self::map()?.register_most_of(driver, ring_bytes)
     }
 
     /// Registers `ring_bytes` bytes of a new mapping, or less where the driver has too little memory.
@@ -68,7 +59,7 @@ impl Pinned {
     }
 
     /// Address space for the largest ring; nothing of it is touched yet.
-    fn map() -> Option<Self> {
+    pub(crate) fn map() -> Option<Self> {
         let bytes = RING_MAX_BYTES as usize + ALIGNMENT + WORD_PAGE;
         // SAFETY: a new private mapping; ring and word lie within it. A forked child does not get it: the parent's pages
         // must never become copy-on-write, since the device would go on using the old ones.
@@ -95,7 +86,7 @@ impl Pinned {
                 ring: first.add(first.align_offset(ALIGNMENT)),
                 ends: [0; PIECES],
                 word_device: 0,
-                origin: Origin::Mapped { start, bytes },
+                mapping: (start, bytes),
             })
         }
     }
@@ -112,48 +103,19 @@ impl Pinned {
             (self.ring.wrapping_add(from), to - from)
         };
         // SAFETY: the range lies within the mapping, which outlives the registration (see `free`).
-        match driver.relaxed(|| unsafe { driver.register(start, bytes) }) {
-            Some(code::SUCCESS) => {
+        match unsafe { driver.register(start, bytes) } {
+            code::SUCCESS => {
                 *slot = to;
                 Ok(())
             }
-            Some(error) => Err(error),
-            None => Err(code::INVALID_VALUE),
+            error => Err(error),
         }
-    }
-
-    /// Memory from the driver, for where registering does not work.
-    fn allocate(driver: &Driver, ring_bytes: usize) -> Option<Self> {
-        let start = driver.relaxed(|| driver.allocate_host(ring_bytes + WORD_PAGE))?;
-        if start.is_null() {
-            return None;
-        }
-        let mut ends = [0; PIECES];
-        ends[0] = ring_bytes;
-        let mut pinned = Self {
-            ring: start.wrapping_add(WORD_PAGE),
-            ends,
-            word_device: 0,
-            origin: Origin::Driver,
-        };
-        match driver.device_pointer(start) {
-            Some(device) => pinned.word_device = device,
-            None => {
-                pinned.free(driver, true);
-                return None;
-            }
-        }
-        // SAFETY: the first word of the new allocation.
-        unsafe { start.cast::<u32>().write(0) };
-        Some(pinned)
     }
 
     /// Makes the ring `ring_bytes` long if that can be had. Nothing may be in flight.
     pub(crate) fn grow(&mut self, driver: &Driver, ring_bytes: usize) -> bool {
         let now = self.bytes();
-        let possible = matches!(self.origin, Origin::Mapped { .. })
-            && ring_bytes <= RING_MAX_BYTES as usize
-            && ring_bytes > now;
+        let possible = ring_bytes <= RING_MAX_BYTES as usize && ring_bytes > now;
         possible && self.register(driver, now, ring_bytes).is_ok()
     }
 
@@ -189,38 +151,24 @@ impl Pinned {
         self.word_device
     }
 
-    /// Gives the memory back. With `alive` its context exists and is current; otherwise the driver has already unpinned
-    /// it. Nothing may be in flight and no helper at work in it. If the driver will not unpin it, it is leaked.
+    /// Gives the memory back. With `alive` its context exists and is current; otherwise the driver should have unpinned
+    /// it by itself. Nothing may be in flight and no helper at work in it. It is leaked unless the driver is done with it.
     pub(crate) fn free(self, driver: &Driver, alive: bool) {
-        match self.origin {
-            Origin::Mapped { start, bytes } => {
-                let mut unpinned = true;
-                let mut from = 0;
-                for end in self.ends.into_iter().filter(|&end| end > 0) {
-                    let piece = if from == 0 {
-                        self.word_address()
-                    } else {
-                        self.ring.wrapping_add(from)
-                    };
-                    if alive {
-                        // SAFETY: registered at this address, and nothing uses it (this function's contract).
-                        let result = driver.relaxed(|| unsafe { driver.unregister(piece) });
-                        unpinned &= result == Some(code::SUCCESS);
-                    }
-                    from = end;
-                }
-                if unpinned {
-                    // SAFETY: the mapping of `map`; the driver no longer knows it.
-                    unsafe { libc::munmap(start.cast(), bytes) };
-                }
-            }
-            Origin::Driver if alive => {
-                let start = self.word_address();
-                // SAFETY: from `allocate_host`, and nothing uses it.
-                driver.relaxed(|| unsafe { driver.free_host(start) });
-            }
-            // The driver freed it with its context.
-            Origin::Driver => {}
+        let mut unpinned = true;
+        let mut piece = self.word_address();
+        for end in self.ends.into_iter().filter(|&end| end > 0) {
+            unpinned &= if alive {
+                // SAFETY: registered at this address, and nothing uses it (this function's contract).
+                unsafe { driver.unregister(piece) == code::SUCCESS }
+            } else {
+                driver.memory_type(piece as u64) == Ok(0)
+            };
+            piece = self.ring.wrapping_add(end);
+        }
+        if unpinned {
+            let (start, bytes) = self.mapping;
+            // SAFETY: the mapping of `map`; the driver no longer knows it.
+            unsafe { libc::munmap(start.cast(), bytes) };
         }
     }
 }

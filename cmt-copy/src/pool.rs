@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use cmt_common::control::PassReason;
 
-use crate::driver::{Context, Driver};
+use crate::driver::{Context, Driver, StreamId};
 use crate::lane::{Held, Lane, State};
 use crate::pinned::Pinned;
 use crate::plan::SLICE_MAX_BYTES;
@@ -21,6 +21,8 @@ const PINNED_MAX_BYTES: u64 = 256 << 20;
 const RING_FIRST_BYTES: u64 = 4 << 20;
 /// After pinned memory was refused, nobody asks for it for so long.
 const RETRY_AFTER: Duration = Duration::from_secs(10);
+/// Contexts that take turns must not spend their time on pinning: no more than one lane changes hands in so long.
+const EVICT_EVERY: Duration = Duration::from_millis(100);
 /// CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES: the device reads pageable memory itself.
 const USES_HOST_PAGE_TABLES: i32 = 100;
 
@@ -32,6 +34,8 @@ pub(crate) struct Lanes {
     started: Instant,
     /// Milliseconds after `started` before which no pinned memory is asked for.
     no_pinning_before_ms: AtomicU64,
+    /// Milliseconds after `started` before which no lane is taken from a living context.
+    no_eviction_before_ms: AtomicU64,
     /// Id of a context whose device does not want staging, plus 1.
     unsupported: AtomicU64,
 }
@@ -39,7 +43,7 @@ pub(crate) struct Lanes {
 /// What a copy wants of a lane.
 pub(crate) struct Wanted {
     pub context: Context,
-    pub stream_id: Option<u64>,
+    pub stream_id: Option<StreamId>,
     /// Ring that the plan asks for.
     pub ring_bytes: u64,
     /// Bytes of a copy that must not wait for a stuck stream.
@@ -54,6 +58,7 @@ impl Lanes {
             pinned_bytes: AtomicU64::new(0),
             started: Instant::now(),
             no_pinning_before_ms: AtomicU64::new(0),
+            no_eviction_before_ms: AtomicU64::new(0),
             unsupported: AtomicU64::new(0),
         }
     }
@@ -99,7 +104,7 @@ impl Lanes {
         self.take_new(driver, wanted)
     }
 
-    /// A lane that has no memory yet, or whose context is gone.
+    /// A lane that has no memory yet, or that another context can do without.
     fn take_new(&self, driver: &Driver, wanted: &Wanted) -> Result<Held<'_>, PassReason> {
         let hint = wanted.context.id.wrapping_add(1);
         if self.unsupported.load(Ordering::Relaxed) == hint {
@@ -116,24 +121,16 @@ impl Lanes {
             return Err(PassReason::Unsupported);
         }
         let empty = |lane: &&Lane| lane.context_hint.load(Ordering::Relaxed) == 0;
-        let of_others =
-            |lane: &&Lane| ![0, hint].contains(&lane.context_hint.load(Ordering::Relaxed));
-        let lanes = self.lanes.iter();
-        for lane in lanes.clone().filter(empty).chain(lanes.filter(of_others)) {
+        if !self.lanes.iter().any(|lane| empty(&lane)) || self.affordable(0, 0) == 0 {
+            self.make_room(driver, hint);
+        }
+        for lane in self.lanes.iter().filter(empty) {
             let Some(slot) = lane.try_take() else {
                 continue;
             };
-            match slot.take() {
-                Some(other) if driver.is_alive(other.context) => {
-                    *slot = Some(other);
-                    lane.give_back();
-                    continue;
-                }
-                Some(dead) => {
-                    lane.context_hint.store(0, Ordering::Relaxed);
-                    self.free(driver, dead, false);
-                }
-                None => {}
+            if slot.is_some() {
+                lane.give_back(); // Somebody else was faster, and is done already.
+                continue;
             }
             return match self.pin(driver, wanted.ring_bytes) {
                 Ok(pinned) => {
@@ -149,6 +146,43 @@ impl Lanes {
             };
         }
         Err(PassReason::Busy)
+    }
+
+    /// Empties a lane whose context is gone, or a quiet one of a living context if the one with this hint has none at all.
+    fn make_room(&self, driver: &Driver, hint: u64) {
+        let hint_of = |lane: &Lane| lane.context_hint.load(Ordering::Relaxed);
+        let may_evict = !self.lanes.iter().any(|lane| hint_of(lane) == hint)
+            && self.now_ms() >= self.no_eviction_before_ms.load(Ordering::Relaxed);
+        for lane in &self.lanes {
+            if [0, hint].contains(&hint_of(lane)) {
+                continue;
+            }
+            let Some(slot) = lane.try_take() else {
+                continue;
+            };
+            let spare = match slot.as_mut() {
+                None => false,
+                Some(state) if !driver.is_alive(state.context) => true,
+                Some(state) => {
+                    let context = state.context;
+                    let quiet = || {
+                        state.reap(driver);
+                        state.is_quiet()
+                    };
+                    may_evict && driver.within(context, quiet) == Some(true)
+                }
+            };
+            if spare && let Some(state) = slot.take() {
+                lane.context_hint.store(0, Ordering::Relaxed);
+                self.free_in_its_context(driver, state);
+            }
+            lane.give_back();
+            if spare {
+                let later = self.now_ms() + EVICT_EVERY.as_millis() as u64;
+                self.no_eviction_before_ms.store(later, Ordering::Relaxed);
+                return;
+            }
+        }
     }
 
     fn now_ms(&self) -> u64 {
@@ -208,11 +242,17 @@ impl Lanes {
         }
     }
 
-    /// Frees what a lane had. With `alive` its context is current.
-    fn free(&self, driver: &Driver, state: State, alive: bool) {
+    /// Frees what a quiet lane had.
+    fn free_in_its_context(&self, driver: &Driver, state: State) {
         self.pinned_bytes
             .fetch_sub(state.pinned.bytes() as u64, Ordering::Relaxed);
-        state.free(driver, alive);
+        let context = state.context;
+        if driver.is_alive(context) {
+            // Where the context cannot be made current, the memory is leaked.
+            driver.within(context, || state.free(driver, true));
+        } else {
+            state.free(driver, false);
+        }
     }
 
     /// Frees every lane that becomes quiet within `patience`; leaks the others. No copy may run or start.
@@ -233,13 +273,7 @@ impl Lanes {
             if !quiet {
                 continue; // Leaked, and kept from everybody.
             }
-            let context = state.context;
-            let free = || self.free(driver, state, alive);
-            if alive {
-                driver.within(context, free);
-            } else {
-                free();
-            }
+            self.free_in_its_context(driver, state);
             lane.context_hint.store(0, Ordering::Relaxed);
             lane.give_back();
         }

@@ -19,6 +19,7 @@
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use crate::patience::Patience;
 use crate::plan::{RING_MAX_BYTES, SLICE_MIN_BYTES};
 use crate::store::Store;
 
@@ -82,8 +83,10 @@ impl Task {
 
 /// The slices of one lane.
 pub(crate) struct Board {
-    /// The next ticket to be taken, and the helpers that are at work here.
-    next: Line<(AtomicU64, AtomicU32)>,
+    /// The next ticket to be taken.
+    next: Line<AtomicU64>,
+    /// The helpers that are at work here.
+    helping: Line<AtomicU32>,
     /// The first ticket that is not ready; the task's first ticket; the helpers that it wants.
     limit: Line<(AtomicU64, AtomicU64, AtomicU32)>,
     task: UnsafeCell<Task>,
@@ -100,7 +103,8 @@ unsafe impl Send for Board {}
 impl Board {
     pub(crate) fn new() -> Self {
         Self {
-            next: Line((AtomicU64::new(0), AtomicU32::new(0))),
+            next: Line(AtomicU64::new(0)),
+            helping: Line(AtomicU32::new(0)),
             limit: Line((AtomicU64::new(0), AtomicU64::new(0), AtomicU32::new(0))),
             task: UnsafeCell::new(Task::NONE),
             marks: (0..MARKS).map(|_| AtomicU64::new(0)).collect(),
@@ -134,12 +138,19 @@ impl Board {
 
     /// Anyone: whether a slice could be taken.
     pub(crate) fn is_ready(&self) -> bool {
-        self.next.0.0.load(Ordering::Relaxed) < self.limit.0.0.load(Ordering::Relaxed)
+        self.next.0.load(Ordering::Relaxed) < self.limit.0.0.load(Ordering::Relaxed)
+    }
+
+    /// Anyone: whether a slice could be taken and the copy has fewer helpers than it wants. Writes nothing, so helpers that
+    /// are not wanted cost those at work little.
+    pub(crate) fn wants_helper(&self) -> bool {
+        let (_, _, wanted) = &self.limit.0;
+        self.is_ready() && self.helping.0.load(Ordering::Relaxed) < wanted.load(Ordering::Relaxed)
     }
 
     /// Helper: whether this copy wants one more helper; if so, [`Board::leave`] must follow.
     pub(crate) fn join(&self) -> bool {
-        let (wanted, helping) = (&self.limit.0.2, &self.next.0.1);
+        let (wanted, helping) = (&self.limit.0.2, &self.helping.0);
         if helping.fetch_add(1, Ordering::Relaxed) < wanted.load(Ordering::Relaxed) {
             return true;
         }
@@ -149,12 +160,12 @@ impl Board {
 
     /// Helper: is no longer at work here.
     pub(crate) fn leave(&self) {
-        self.next.0.1.fetch_sub(1, Ordering::Relaxed);
+        self.helping.0.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Anyone: takes a slice that is ready and moves it; false if there is none.
     pub(crate) fn work(&self) -> bool {
-        let next = &self.next.0.0;
+        let next = &self.next.0;
         let mut ticket = next.load(Ordering::Relaxed);
         loop {
             // Acquire: the task, and for DtoH the slice's bytes, were in place before the limit passed this ticket.
@@ -197,10 +208,8 @@ impl Board {
 
     /// Owner: takes back what is on offer and not taken, and waits for what is taken. The copy can then be left as it
     /// stands: nobody touches its memory any more.
-    ///
-    /// `done` is the number of slices that the owner has already seen done, without a gap.
-    pub(crate) fn withdraw(&self, done: u64) {
-        let next = &self.next.0.0;
+    pub(crate) fn withdraw(&self) {
+        let next = &self.next.0;
         let limit = self.limit.0.0.load(Ordering::Relaxed);
         let taken = loop {
             let ticket = next.load(Ordering::Relaxed);
@@ -211,9 +220,11 @@ impl Board {
                 break ticket - self.base();
             }
         };
-        for index in done..taken {
+        // Those before the last `MARKS` were seen done, else these would not have been on offer.
+        let mut patience = Patience::default();
+        for index in taken.saturating_sub(MARKS as u64)..taken {
             while !self.is_done(index) {
-                std::thread::yield_now();
+                patience.pause();
             }
         }
     }
@@ -242,7 +253,7 @@ mod tests {
             owner(&board);
             stop.store(true, Ordering::Relaxed);
         });
-        assert_eq!(board.next.0.1.load(Ordering::Relaxed), 0, "everybody left");
+        assert_eq!(board.helping.0.load(Ordering::Relaxed), 0, "everybody left");
     }
 
     fn task(host: &mut [u8], ring: &mut [u8], slice_bytes: usize, into_ring: bool) -> Task {
@@ -298,7 +309,7 @@ mod tests {
                 // SAFETY: both buffers are there until the withdrawal below.
                 unsafe { board.open(first, 3) };
                 board.offer(1 + round % 10);
-                board.withdraw(0);
+                board.withdraw();
                 assert!(!board.is_ready());
                 host.fill(0xEE);
                 assert!(host.iter().all(|&byte| byte == 0xEE));
@@ -313,5 +324,51 @@ mod tests {
                 assert!(host.iter().zip(4u8..).all(|(&byte, want)| byte == want));
             }
         });
+    }
+
+    #[test]
+    fn a_helper_beyond_those_wanted_is_not_asked_for() {
+        let board = Board::new();
+        let (mut host, mut ring) = (vec![1; 8], vec![0; 16]);
+        // SAFETY: both buffers outlive the slices, which are withdrawn below.
+        unsafe { board.open(task(&mut host, &mut ring, 4, true), 1) };
+        assert!(!board.wants_helper(), "nothing is on offer");
+        board.offer(2);
+        assert!(board.wants_helper() && board.join());
+        assert!(board.is_ready() && !board.wants_helper() && !board.join());
+        board.leave();
+        assert!(board.wants_helper());
+        board.withdraw();
+        assert!(!board.wants_helper());
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "counts context switches")]
+    fn a_long_withdrawal_sleeps() {
+        let board = Board::new();
+        let (mut host, mut ring) = (vec![1; 8], vec![0; 16]);
+        // SAFETY: both buffers outlive the slices, which are done or withdrawn below.
+        unsafe { board.open(task(&mut host, &mut ring, 4, true), 1) };
+        board.offer(2);
+        let ticket = board.next.0.fetch_add(1, Ordering::Relaxed);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(std::time::Duration::from_millis(100));
+                board.marks[ticket as usize].store(ticket + 1, Ordering::Release);
+            });
+            let before = voluntary_switches();
+            board.withdraw();
+            assert!(voluntary_switches() - before > 20);
+        });
+    }
+
+    /// How often the calling thread has slept.
+    fn voluntary_switches() -> i64 {
+        // SAFETY: fills a local of the right type.
+        unsafe {
+            let mut usage = std::mem::zeroed::<libc::rusage>();
+            libc::getrusage(libc::RUSAGE_THREAD, &mut usage);
+            usage.ru_nvcsw
+        }
     }
 }

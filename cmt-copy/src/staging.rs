@@ -7,7 +7,7 @@
     reason = "hands the application's addresses to helpers and to the driver"
 )]
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cmt_common::control::PassReason;
 
@@ -15,15 +15,12 @@ use crate::Outcome;
 use crate::driver::{Code, Driver, Stream, code};
 use crate::lane::Held;
 use crate::layout::Slots;
+use crate::patience::Patience;
 use crate::plan::Row;
 use crate::pool::Lanes;
 use crate::protocol::{Board, Task};
 use crate::workers::CopyRuns;
 
-/// The stream is asked for an error when the completion word has not come for so long.
-const QUERY_EVERY: Duration = Duration::from_millis(10);
-/// After so long without progress the caller lets other threads run.
-const YIELD_AFTER: Duration = Duration::from_micros(100);
 /// An asynchronous HtoD that finds no room in the ring and sees no progress for so long, and for as long as stock itself
 /// would take to stage it at 16 bytes a nanosecond, hands the rest to stock.
 const STALLED_AFTER: Duration = Duration::from_micros(100);
@@ -48,54 +45,6 @@ pub(crate) struct Copy<'a> {
     pub is_async: bool,
 }
 
-/// Waiting for the stream or for a helper.
-#[derive(Default)]
-struct Patience {
-    polls: u32,
-    since: Option<Instant>,
-    queried: Duration,
-}
-
-impl Patience {
-    /// Something happened: the next wait starts anew.
-    fn reset(&mut self) {
-        *self = Self::default();
-    }
-
-    /// One short pause. Returns how long there has been no progress, zero at first.
-    fn pause(&mut self) -> Duration {
-        core::hint::spin_loop();
-        self.polls = self.polls.wrapping_add(1);
-        if !self.polls.is_multiple_of(16) {
-            return Duration::ZERO;
-        }
-        let waited = self.since.get_or_insert_with(Instant::now).elapsed();
-        if waited > YIELD_AFTER {
-            std::thread::yield_now();
-        }
-        waited
-    }
-
-    /// Every [`QUERY_EVERY`]: learns of an error, or that the stream is idle whatever the completion word says.
-    fn query(
-        &mut self,
-        waited: Duration,
-        stream: Stream<'_>,
-        held: &mut Held<'_>,
-    ) -> Result<(), Code> {
-        if waited < self.queried + QUERY_EVERY {
-            return Ok(());
-        }
-        self.queried = waited;
-        match stream.query() {
-            code::NOT_READY => {}
-            code::SUCCESS => held.complete_all(),
-            error => return Err(error),
-        }
-        Ok(())
-    }
-}
-
 /// How a staged HtoD left its loop.
 enum Sent {
     /// Every slot is on its way.
@@ -112,9 +61,8 @@ impl Copy<'_> {
     /// that it may write on this stream.
     pub(crate) unsafe fn htod(mut self) -> Outcome {
         let board = self.held.board();
-        let mut done = 0;
         // SAFETY: the caller's promise; `open` gets the lane that this copy holds.
-        let result = unsafe { self.send(board, &mut done) };
+        let result = unsafe { self.send(board) };
         match result {
             Ok(Sent::All) if self.is_async => Outcome::Staged(code::SUCCESS),
             Ok(Sent::All) => match self.wait_until_quiet() {
@@ -122,7 +70,7 @@ impl Copy<'_> {
                 Err(error) => Outcome::Staged(error),
             },
             Ok(Sent::Stalled(sent)) => {
-                board.withdraw(done);
+                board.withdraw();
                 self.held.note_stall();
                 if sent == 0 {
                     return Outcome::Pass(PassReason::Busy);
@@ -137,15 +85,15 @@ impl Copy<'_> {
                     )
                 })
             }
-            Err(error) => self.fail(board, done, error),
+            Err(error) => fail(board, error),
         }
     }
 
-    /// Fills slots and sends them until all are on their way. `done` counts the slices seen done.
+    /// Fills slots and sends them until all are on their way.
     ///
     /// # Safety
     /// As [`Copy::htod`].
-    unsafe fn send(&mut self, board: &Board, done: &mut u64) -> Result<Sent, Code> {
+    unsafe fn send(&mut self, board: &Board) -> Result<Sent, Code> {
         let slice = self.row.slice;
         let total = self.bytes.div_ceil(slice);
         let capacity = self.held.pinned.bytes() as u64;
@@ -158,7 +106,7 @@ impl Copy<'_> {
         let mut window = self.row.ring;
         let mut slots = Slots::new(self.bytes, slice, self.row.slot);
         let mut slot_end = slots.end_of_slot_at(0, self.room(start));
-        let (mut offered, mut sent) = (0, 0);
+        let (mut offered, mut done, mut sent) = (0, 0, 0);
         let mut patience = Patience::default();
         let mut arrived_before = self.held.arrived;
         while sent < total {
@@ -174,10 +122,10 @@ impl Copy<'_> {
                 offered = fits;
                 self.offer(board, offered);
             }
-            while *done < offered && board.is_done(*done) {
-                *done += 1;
+            while done < offered && board.is_done(done) {
+                done += 1;
             }
-            if slot_end <= *done && self.held.has_room_for_slot() {
+            if slot_end <= done && self.held.has_room_for_slot() {
                 // SAFETY: the slices of this slot are in the ring and stay until the slot has arrived.
                 unsafe { self.submit(start, sent, slot_end, true)? };
                 sent = slot_end;
@@ -190,7 +138,7 @@ impl Copy<'_> {
                 continue;
             }
             let waited = patience.pause();
-            let waits_for_stream = *done == offered;
+            let waits_for_stream = done == offered;
             if waits_for_stream && !may_wait && waited > stalled_after {
                 if window >= capacity {
                     return Ok(Sent::Stalled(sent * slice));
@@ -199,7 +147,7 @@ impl Copy<'_> {
                 patience.reset();
                 continue;
             }
-            patience.query(waited, self.stream, &mut self.held)?;
+            self.ask(&mut patience, waited)?;
         }
         Ok(Sent::All)
     }
@@ -212,19 +160,18 @@ impl Copy<'_> {
     pub(crate) unsafe fn dtoh(mut self) -> Outcome {
         // Fresh destinations would get MADV_HUGEPAGE here, before the first page fault.
         let board = self.held.board();
-        let mut done = 0;
         // SAFETY: the caller's promise; `open` gets the lane that this copy holds.
-        match unsafe { self.receive(board, &mut done) } {
+        match unsafe { self.receive(board) } {
             Ok(()) => Outcome::Staged(code::SUCCESS),
-            Err(error) => self.fail(board, done, error),
+            Err(error) => fail(board, error),
         }
     }
 
-    /// Has slots filled and copies them out until the last byte is there. `done` counts the slices seen done.
+    /// Has slots filled and copies them out until the last byte is there.
     ///
     /// # Safety
     /// As [`Copy::dtoh`].
-    unsafe fn receive(&mut self, board: &Board, done: &mut u64) -> Result<(), Code> {
+    unsafe fn receive(&mut self, board: &Board) -> Result<(), Code> {
         let slice = self.row.slice;
         let total = self.bytes.div_ceil(slice);
         let capacity = self.held.pinned.bytes() as u64;
@@ -233,9 +180,9 @@ impl Copy<'_> {
         unsafe { self.open(board, start, false) };
         let mut slots = Slots::new(self.bytes, slice, self.row.slot);
         let mut slot_end = slots.end_of_slot_at(0, self.room(start));
-        let (mut offered, mut asked) = (0, 0);
+        let (mut offered, mut done, mut asked) = (0, 0, 0);
         let mut patience = Patience::default();
-        while *done < total {
+        while done < total {
             self.held.reap(self.driver);
             let arrived = self.held.arrived;
             let ready = total.min(arrived.saturating_sub(start) / slice);
@@ -244,10 +191,10 @@ impl Copy<'_> {
                 self.offer(board, offered);
                 patience.reset();
             }
-            while *done < offered && board.is_done(*done) {
-                *done += 1;
+            while done < offered && board.is_done(done) {
+                done += 1;
             }
-            let copied_out = start + *done * slice;
+            let copied_out = start + done * slice;
             let free_to = (copied_out + self.row.ring).min(arrived.min(copied_out) + capacity);
             if asked < total && start + slot_end * slice <= free_to && self.held.has_room_for_slot()
             {
@@ -263,7 +210,7 @@ impl Copy<'_> {
                 continue;
             }
             let waited = patience.pause();
-            patience.query(waited, self.stream, &mut self.held)?;
+            self.ask(&mut patience, waited)?;
         }
         Ok(())
     }
@@ -292,7 +239,7 @@ impl Copy<'_> {
     fn offer(&self, board: &Board, slices: u64) {
         board.offer(slices);
         if self.row.threads > 1 && self.bytes >= WAKE_FROM_BYTES {
-            self.lanes.crew.wake_one();
+            self.lanes.crew.wake_one(self.row.threads - 1);
         }
     }
 
@@ -345,16 +292,29 @@ impl Copy<'_> {
                 return Ok(());
             }
             let waited = patience.pause();
-            patience.query(waited, self.stream, &mut self.held)?;
+            self.ask(&mut patience, waited)?;
         }
     }
 
-    /// Leaves a copy that the driver has refused midway: with nobody at work in the application's memory, and with nothing
-    /// in flight unless the stream is dead.
-    fn fail(mut self, board: &Board, done: u64, error: Code) -> Outcome {
-        board.withdraw(done);
-        // The first error is the one that stock would have returned.
-        let _ = self.wait_until_quiet();
-        Outcome::Staged(error)
+    /// From time to time during a wait: learns of an error, or that the stream is idle whatever the completion word says.
+    fn ask(&mut self, patience: &mut Patience, waited: Duration) -> Result<(), Code> {
+        if !patience.is_time_to_ask(waited) {
+            return Ok(());
+        }
+        match self.stream.query(self.driver) {
+            code::NOT_READY => Ok(()),
+            code::SUCCESS => {
+                self.held.complete_all();
+                Ok(())
+            }
+            error => Err(error),
+        }
     }
+}
+
+/// Leaves a copy that the driver has refused midway, with nobody at work in the application's memory. What is in flight
+/// touches only the ring, and keeps the lane; stock does not wait for the stream either before it returns an error.
+fn fail(board: &Board, error: Code) -> Outcome {
+    board.withdraw();
+    Outcome::Staged(error)
 }

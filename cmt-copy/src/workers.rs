@@ -23,6 +23,9 @@ const LOOKS: u32 = 32;
 /// programs whose thread-local variables, which lie on the stack, do not fit into the smaller.
 const STACK_BYTES: [usize; 2] = [256 << 10, 4 << 20];
 
+/// After a thread could not be had, nobody asks for one for so long.
+const RETRY_AFTER: Duration = Duration::from_secs(10);
+
 /// The helpers and what they share with callers.
 pub(crate) struct Crew {
     /// Copies that run now.
@@ -32,12 +35,18 @@ pub(crate) struct Crew {
     epoch: AtomicU32,
     stop: AtomicBool,
     live: AtomicU32,
-    /// No more than this; falls to what there is when a thread cannot be had.
-    most: AtomicU32,
-    threads: Mutex<Vec<libc::pthread_t>>,
+    /// No more than this.
+    most: u32,
+    threads: Mutex<Threads>,
     /// CPUs that the process may use, as its main thread sees it: a helper must not inherit the binding of whichever
     /// thread makes the first copy.
     cpus: Option<libc::cpu_set_t>,
+}
+
+#[derive(Default)]
+struct Threads {
+    handles: Vec<libc::pthread_t>,
+    none_before: Option<Instant>,
 }
 
 /// What a helper thread gets.
@@ -55,8 +64,8 @@ impl Crew {
             epoch: AtomicU32::new(0),
             stop: AtomicBool::new(false),
             live: AtomicU32::new(0),
-            most: AtomicU32::new(most),
-            threads: Mutex::new(Vec::new()),
+            most,
+            threads: Mutex::default(),
             cpus: main_thread_cpus(),
         }
     }
@@ -72,12 +81,16 @@ impl Crew {
         CopyRuns(self)
     }
 
-    /// There is more to do: wakes one helper if any sleeps.
-    pub(crate) fn wake_one(&self) {
+    /// There is more to do for a copy that wants `wanted` helpers: wakes one if too few are awake for all copies that run.
+    pub(crate) fn wake_one(&self, wanted: u32) {
         // Pairs with the fence in `sleep`: either this sees the sleeper, or the sleeper sees the work.
         fence(Ordering::SeqCst);
-        if self.sleepers.0.load(Ordering::Relaxed) > 0 {
-            self.wake(1);
+        let sleepers = self.sleepers.0.load(Ordering::Relaxed);
+        if sleepers > 0 {
+            let awake = self.live().saturating_sub(sleepers);
+            if awake < wanted.saturating_mul(self.copies.0.load(Ordering::Relaxed)) {
+                self.wake(1);
+            }
         }
     }
 
@@ -91,7 +104,7 @@ impl Crew {
         self.sleepers.0.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let epoch = self.epoch.load(Ordering::Acquire);
-        if !self.stop.load(Ordering::Relaxed) && !lanes.any_ready() {
+        if !self.stop.load(Ordering::Relaxed) && !lanes.any_wants_helper() {
             // The kernel compares; a wake since the load above ends it at once. Spurious returns are harmless.
             futex(&self.epoch, libc::FUTEX_WAIT, epoch.cast_signed());
         }
@@ -100,13 +113,19 @@ impl Crew {
 
     /// Sees to it that `wanted` helpers live, as far as they can be had. Never waits for another thread.
     pub(crate) fn ensure(&self, lanes: &Arc<Lanes>, wanted: u32) {
-        let wanted = wanted.min(self.most.load(Ordering::Relaxed));
+        let wanted = wanted.min(self.most);
         if self.live() >= wanted {
             return;
         }
         let Ok(mut threads) = self.threads.try_lock() else {
             return;
         };
+        if threads
+            .none_before
+            .is_some_and(|time| Instant::now() < time)
+        {
+            return;
+        }
         while self.live() < wanted && !self.stop.load(Ordering::Relaxed) {
             let number = self.live();
             let start = Box::new(Start {
@@ -115,11 +134,11 @@ impl Crew {
             });
             match spawn(start) {
                 Some(thread) => {
-                    threads.push(thread);
+                    threads.handles.push(thread);
                     self.live.store(number + 1, Ordering::Relaxed);
                 }
                 None => {
-                    self.most.store(number, Ordering::Relaxed);
+                    threads.none_before = Some(Instant::now() + RETRY_AFTER);
                     break;
                 }
             }
@@ -133,7 +152,7 @@ impl Crew {
         let Ok(mut threads) = self.threads.lock() else {
             return;
         };
-        for thread in threads.drain(..) {
+        for thread in threads.handles.drain(..) {
             // SAFETY: each was created joinable by `spawn` and is joined once.
             unsafe { libc::pthread_join(thread, null_mut()) };
         }
@@ -165,7 +184,7 @@ fn help(lanes: &Lanes, number: u32) {
         }
         for _ in 0..LOOKS {
             core::hint::spin_loop();
-            if lanes.any_ready() {
+            if lanes.any_wants_helper() {
                 break;
             }
         }
@@ -183,9 +202,9 @@ fn help(lanes: &Lanes, number: u32) {
 }
 
 impl Lanes {
-    /// Whether any board has a slice to take.
-    fn any_ready(&self) -> bool {
-        self.all().iter().any(|lane| lane.board.is_ready())
+    /// Whether any board has a slice for one more helper.
+    fn any_wants_helper(&self) -> bool {
+        self.all().iter().any(|lane| lane.board.wants_helper())
     }
 
     /// Moves slices of the first lane that has some and wants a helper; false if none does.
@@ -193,13 +212,16 @@ impl Lanes {
         let lanes = self.all();
         let (before, after) = lanes.split_at((number as usize) % lanes.len().max(1));
         for lane in after.iter().chain(before) {
-            if !lane.board.is_ready() || !lane.board.join() {
+            if !lane.board.wants_helper() || !lane.board.join() {
                 continue;
             }
             let mut worked = false;
             while lane.board.work() {
                 worked = true;
-                if core::mem::take(woken) && self.crew.sleepers.0.load(Ordering::Relaxed) > 0 {
+                if core::mem::take(woken)
+                    && lane.board.wants_helper()
+                    && self.crew.sleepers.0.load(Ordering::Relaxed) > 0
+                {
                     self.crew.wake(2);
                 }
             }
@@ -260,8 +282,26 @@ extern "C" fn run(start: *mut c_void) -> *mut c_void {
         // SAFETY: a whole set, for this thread. Where it fails, the inherited set stays.
         unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), cpus) };
     }
+    schedule_as_main_thread();
     help(&start.lanes, start.number);
     null_mut()
+}
+
+/// Gives this thread the policy and niceness of the process's main thread, but never a real-time policy: it must inherit
+/// neither from whichever thread makes the first copy. What the process may not do stays as inherited.
+fn schedule_as_main_thread() {
+    // SAFETY: numbers, and a structure of plain numbers for which zeros are right in all policies used here.
+    unsafe {
+        let pid = libc::getpid();
+        let policy = match libc::sched_getscheduler(pid) {
+            own @ (libc::SCHED_BATCH | libc::SCHED_IDLE) => own,
+            _ => libc::SCHED_OTHER,
+        };
+        let parameters = core::mem::zeroed::<libc::sched_param>();
+        libc::sched_setscheduler(0, policy, &parameters);
+        let nice = libc::getpriority(libc::PRIO_PROCESS, pid.cast_unsigned());
+        libc::setpriority(libc::PRIO_PROCESS, 0, nice);
+    }
 }
 
 /// Names the thread `cmt-copy-N`.
@@ -312,5 +352,25 @@ fn futex(word: &AtomicU32, operation: i32, value: i32) {
             value,
             null::<libc::timespec>(),
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "starts threads by libc")]
+    fn a_thread_that_could_not_be_had_is_asked_for_again_later() {
+        let lanes = Arc::new(Lanes::new(2));
+        let crew = &lanes.crew;
+        let none_before = |time| crew.threads.lock().expect("no panic inside").none_before = time;
+        none_before(Some(Instant::now() + RETRY_AFTER));
+        crew.ensure(&lanes, 2);
+        assert_eq!(crew.live(), 0);
+        none_before(Some(Instant::now()));
+        crew.ensure(&lanes, 5);
+        assert_eq!(crew.live(), 2);
+        crew.stop();
     }
 }

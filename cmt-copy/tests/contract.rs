@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use cmt_copy::plan::estimate;
 use cmt_copy::{Engine, Outcome, PassReason};
-use mock::{Context, Kind, Memory};
+use mock::{Context, Kind, Memory, within_30_s};
 
 const STAGED: Outcome = Outcome::Staged(0);
 const KIB: u64 = 1 << 10;
@@ -30,21 +30,6 @@ fn upload(engine: &Engine, device: &mut Memory, bytes: usize, stream: usize, see
 
 fn device(context: &Context, bytes: usize) -> Memory {
     Memory::known(context, Kind::Device, bytes, 0, 0)
-}
-
-/// Ends the test program if `what` has not come to an end after 30 s: something waits that must not.
-fn within_30_s<T>(what: impl FnOnce() -> T) -> T {
-    let (done, waits) = std::sync::mpsc::channel::<()>();
-    let watchdog = std::thread::spawn(move || {
-        if waits.recv_timeout(Duration::from_secs(30)).is_err() {
-            eprintln!("blocked for 30 s");
-            std::process::abort();
-        }
-    });
-    let result = what();
-    done.send(()).expect("the watchdog waits");
-    watchdog.join().expect("no panic inside");
-    result
 }
 
 #[test]
@@ -148,8 +133,10 @@ fn a_busy_stream_fills_its_lane_and_holds_up_nobody_else() {
     for (seed, target) in (0..).zip(&targets) {
         assert_eq!(target.wrong(seed), None, "{seed}");
     }
-    let outcome = upload(&engine, &mut device(&context, bytes), bytes, busy.handle, 0);
+    let mut target = device(&context, bytes);
+    let outcome = upload(&engine, &mut target, bytes, busy.handle, 0);
     assert_eq!(outcome, STAGED, "the stream is free again");
+    busy.finish();
     engine.shutdown();
 }
 
@@ -231,6 +218,111 @@ fn a_new_stream_at_an_old_address_does_not_continue_the_old_ones_lane() {
     old.finish();
     assert_eq!(first.wrong(1), None);
     engine.shutdown();
+}
+
+#[test]
+fn a_threads_default_stream_does_not_continue_another_threads_lane() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(2, 0), 2);
+    let own = mock::per_thread_stream().expect("a context is current");
+    let gate = own.block();
+    let mut first = device(&context, 1 << 20);
+    let on_default_stream = |target: &mut Memory, seed| {
+        let mut source = Memory::host(1 << 20, 3, seed);
+        let (to, from) = (target.address(), source.address());
+        mock::call(&engine, mock::HTOD_ASYNC_PTSZ, to, from, 1 << 20, 0)
+    };
+    assert_eq!(on_default_stream(&mut first, 1), STAGED);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            context.make_current();
+            let own = mock::per_thread_stream().expect("a context is current");
+            let mut second = device(&context, 1 << 20);
+            for seed in 2..40 {
+                assert_eq!(on_default_stream(&mut second, seed), STAGED);
+                own.finish();
+                assert_eq!(second.wrong(seed), None);
+            }
+        });
+    });
+    // The same stream by its other name.
+    let mut third = device(&context, 1 << 20);
+    let mut source = Memory::host(1 << 20, 0, 50);
+    let (to, from) = (third.address(), source.address());
+    let pinned = engine.pinned_bytes();
+    let outcome = mock::call(&engine, mock::HTOD_ASYNC, to, from, 1 << 20, 2);
+    assert_eq!((outcome, engine.pinned_bytes()), (STAGED, pinned));
+    gate.open();
+    own.finish();
+    assert_eq!((first.wrong(1), third.wrong(50)), (None, None));
+    engine.shutdown();
+}
+
+#[test]
+fn a_long_wait_sleeps_and_disturbs_no_capture() {
+    let context = Context::new();
+    let mut source = device(&context, 700_000);
+    let mut target = Memory::host(700_000, 9, 1);
+    let (to, from) = (target.address(), source.address());
+    // With completion words, with events, with neither.
+    for (write_value_code, event_code) in [(0, 0), (801, 0), (801, 2)] {
+        let engine = mock::engine(estimate(2, 0), 2);
+        let write_code = &context.write_value_code;
+        write_code.store(write_value_code, Ordering::Relaxed);
+        context.event_code.store(event_code, Ordering::Relaxed);
+        let gate = context.legacy.block();
+        let before = voluntary_switches();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(100));
+                gate.open();
+            });
+            let outcome = within_30_s(|| mock::call(&engine, mock::DTOH, to, from, 700_000, 0));
+            assert_eq!(outcome, STAGED);
+        });
+        assert!(event_code != 0 || voluntary_switches() - before > 20);
+        engine.shutdown();
+        assert_eq!(context.unrelaxed.load(Ordering::Relaxed), 0);
+    }
+}
+
+/// How often the calling thread has slept.
+fn voluntary_switches() -> i64 {
+    // SAFETY: fills a local of the right type.
+    unsafe {
+        let mut usage = std::mem::zeroed::<libc::rusage>();
+        libc::getrusage(libc::RUSAGE_THREAD, &mut usage);
+        usage.ru_nvcsw
+    }
+}
+
+#[test]
+fn quiet_lanes_of_one_context_make_room_for_another() {
+    // First as many lanes as there are, then as much memory.
+    for (lanes, ring) in [(8, 4 * MIB), (4, 64 * MIB)] {
+        let busy = Context::new();
+        let engine = mock::engine(mock::one_row(MIB, 64 * KIB, ring, 2, 0), 2);
+        let mut target = device(&busy, 1 << 20);
+        let streams: Vec<_> = (0..lanes).map(|_| busy.stream()).collect();
+        let gates: Vec<_> = streams.iter().map(|stream| stream.block()).collect();
+        for stream in &streams {
+            let outcome = upload(&engine, &mut target, 1 << 20, stream.handle, 1);
+            assert_eq!(outcome, STAGED);
+        }
+        let other = Context::new();
+        let mut second = device(&other, 1 << 20);
+        let outcome = upload(&engine, &mut second, 1 << 20, 0, 2);
+        assert_eq!(outcome, passed(PassReason::Busy), "all lanes are in flight");
+        gates.iter().for_each(|gate| gate.open());
+        streams.iter().for_each(|stream| _ = stream.finish());
+        let outcome = upload(&engine, &mut second, 1 << 20, 0, 3);
+        assert_eq!(outcome, STAGED, "{lanes} lanes");
+        assert_eq!(mock::CURRENT.get(), other.handle);
+        other.legacy.finish();
+        assert_eq!(second.wrong(3), None);
+        engine.shutdown();
+        assert_eq!((busy.pinned_bytes(), other.pinned_bytes()), (0, 0));
+    }
 }
 
 #[test]

@@ -211,8 +211,8 @@ fn the_plan_changes_while_copies_run() {
 fn nothing_is_started_or_pinned_before_the_first_copy_and_nothing_is_left_after_the_end() {
     let context = Context::new();
     let engine = mock::engine(estimate(4, 0), 4);
-    assert!(engine.wants(mock::HTOD, 65_536) && !engine.wants(mock::HTOD, 65_535));
-    assert!(!engine.wants(usize::MAX, usize::MAX));
+    assert_eq!(engine.cut_over(mock::HTOD), 65_536);
+    assert_eq!(engine.cut_over(usize::MAX), usize::MAX);
     assert_eq!((engine.helpers(), engine.pinned_bytes()), (0, 0));
     let functions = (mock::HTOD, mock::DTOH);
     let result = round_trip(&engine, &context, functions, 0, 3_000_000, (0, 0, 0), 1);

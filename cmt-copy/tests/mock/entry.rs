@@ -28,14 +28,12 @@ pub fn table() -> ([u64; HOOKED], [u64; DRIVER_COUNT]) {
     originals[DTOH_ASYNC] = dtoh_async as *const () as u64;
     originals[DTOH_ASYNC_PTSZ] = dtoh_async_ptsz as *const () as u64;
     let mut driver = [0; DRIVER_COUNT];
-    let entries: [(DriverFn, *const ()); 27] = [
+    let entries: [(DriverFn, *const ()); 25] = [
         (DriverFn::CtxGetCurrent, ctx_get_current as *const ()),
         (DriverFn::CtxSetCurrent, ctx_set_current as *const ()),
         (DriverFn::CtxGetId, ctx_get_id as *const ()),
         (DriverFn::CtxGetDevice, ctx_get_device as *const ()),
         (DriverFn::DeviceGetAttribute, device_attribute as *const ()),
-        (DriverFn::MemHostAlloc, host_alloc as *const ()),
-        (DriverFn::MemFreeHost, free_host as *const ()),
         (DriverFn::MemHostRegister, register as *const ()),
         (DriverFn::MemHostUnregister, unregister as *const ()),
         (
@@ -98,6 +96,11 @@ fn stream(handle: usize, per_thread: bool) -> Option<Arc<Stream>> {
         }),
         handle => books().streams.get(&handle).cloned(),
     }
+}
+
+/// The calling thread's default stream.
+pub fn per_thread_stream() -> Option<Arc<Stream>> {
+    stream(2, true)
 }
 
 fn known(address: u64) -> Option<(u64, Range)> {
@@ -181,7 +184,12 @@ extern "C" fn ctx_set_current(handle: usize) -> i32 {
 }
 extern "C" fn ctx_get_id(handle: usize, out: *mut u64) -> i32 {
     match books().contexts.get(&handle) {
-        Some(context) if context.alive.load(Ordering::SeqCst) => put(out, context.id),
+        Some(context) if context.alive.load(Ordering::SeqCst) => {
+            match context.id_code.load(Ordering::SeqCst) {
+                0 => put(out, context.id),
+                code => code,
+            }
+        }
         _ => 709,
     }
 }
@@ -211,35 +219,13 @@ fn note_capture_mode(context: &Context) {
     }
 }
 
-extern "C" fn host_alloc(out: *mut *mut c_void, bytes: usize, _flags: u32) -> i32 {
-    let Some(context) = current() else { return 201 };
-    note_capture_mode(&context);
-    match context.host_alloc_code.load(Ordering::Relaxed) {
-        0 => {}
-        code => return code,
-    }
-    let Ok(layout) = std::alloc::Layout::from_size_align(bytes, 4096) else {
-        return 1;
-    };
-    // SAFETY: the size is not 0.
-    let start = unsafe { std::alloc::alloc_zeroed(layout) };
-    pin(start as u64, bytes, &context);
-    put(out, start.cast())
-}
-extern "C" fn free_host(start: *mut c_void) -> i32 {
-    let Some(context) = current() else { return 201 };
-    note_capture_mode(&context);
-    match books().ranges.remove(&(start as u64)) {
-        Some(range) => {
-            if let Ok(layout) = std::alloc::Layout::from_size_align(range.bytes, 4096) {
-                // SAFETY: from `host_alloc` with this layout.
-                unsafe { std::alloc::dealloc(start.cast(), layout) };
-            }
-            0
-        }
-        None => 1,
+/// The same for functions that do not need the context otherwise.
+fn note_current_capture_mode() {
+    if let Some(context) = current() {
+        note_capture_mode(&context);
     }
 }
+
 extern "C" fn register(start: *mut c_void, bytes: usize, _flags: u32) -> i32 {
     let Some(context) = current() else { return 201 };
     note_capture_mode(&context);
@@ -263,6 +249,7 @@ extern "C" fn unregister(start: *mut c_void) -> i32 {
     }
 }
 extern "C" fn device_pointer(out: *mut u64, host: *mut c_void, _flags: u32) -> i32 {
+    note_current_capture_mode();
     match known(host as u64) {
         Some((_, range)) if range.kind == Kind::Pinned => put(out, host as u64 + DEVICE_VIEW),
         _ => 1,
@@ -316,6 +303,12 @@ fn capturing(handle: usize, per_thread: bool, out: *mut i32) -> i32 {
     if is_legacy && context.legacy_captures.load(Ordering::Relaxed) {
         return 906;
     }
+    if context.says_what_broke_it.load(Ordering::Relaxed) {
+        match stream.error.load(Ordering::SeqCst) {
+            0 => {}
+            code => return code,
+        }
+    }
     put(out, i32::from(stream.capturing.load(Ordering::Relaxed)))
 }
 extern "C" fn is_capturing(handle: usize, out: *mut i32) -> i32 {
@@ -358,7 +351,14 @@ extern "C" fn write_value_ptsz(handle: usize, to: u64, value: u32, _flags: u32) 
 }
 
 fn finish(handle: usize, per_thread: bool) -> i32 {
-    stream(handle, per_thread).map_or(201, |stream| stream.finish())
+    let (Some(context), Some(stream)) = (current(), stream(handle, per_thread)) else {
+        return 201;
+    };
+    note_capture_mode(&context);
+    match context.synchronize_code.load(Ordering::Relaxed) {
+        0 => stream.finish(),
+        code => code,
+    }
 }
 extern "C" fn synchronize(handle: usize) -> i32 {
     finish(handle, false)
@@ -368,6 +368,7 @@ extern "C" fn synchronize_ptsz(handle: usize) -> i32 {
 }
 
 fn ask(handle: usize, per_thread: bool) -> i32 {
+    note_current_capture_mode();
     let Some(stream) = stream(handle, per_thread) else {
         return 201;
     };
@@ -385,6 +386,9 @@ extern "C" fn query_ptsz(handle: usize) -> i32 {
 }
 
 fn id(handle: usize, per_thread: bool, out: *mut u64) -> i32 {
+    if handle == 2 || (handle == 0 && per_thread) {
+        return put(out, 2); // The same for the streams of all threads: nobody may rely on them to differ.
+    }
     stream(handle, per_thread).map_or(201, |stream| put(out, stream.id))
 }
 extern "C" fn stream_id(handle: usize, out: *mut u64) -> i32 {
@@ -396,6 +400,7 @@ extern "C" fn stream_id_ptsz(handle: usize, out: *mut u64) -> i32 {
 
 extern "C" fn event_create(out: *mut usize, _flags: u32) -> i32 {
     let Some(context) = current() else { return 201 };
+    note_capture_mode(&context);
     match context.event_code.load(Ordering::Relaxed) {
         0 => {}
         code => return code,
@@ -407,13 +412,18 @@ extern "C" fn event_create(out: *mut usize, _flags: u32) -> i32 {
     put(out, event)
 }
 extern "C" fn event_destroy(event: usize) -> i32 {
+    note_current_capture_mode();
     i32::from(books().events.remove(&event).is_none())
 }
 fn record(event: usize, handle: usize, per_thread: bool) -> i32 {
     let done = Arc::new(AtomicBool::new(false));
-    let Some(stream) = stream(handle, per_thread) else {
+    let (Some(context), Some(stream)) = (current(), stream(handle, per_thread)) else {
         return 201;
     };
+    match context.record_code.load(Ordering::Relaxed) {
+        0 => {}
+        code => return code,
+    }
     match books().events.get_mut(&event) {
         // A new record replaces the old one, as with real events.
         Some(slot) => *slot = Arc::clone(&done),
@@ -429,6 +439,7 @@ extern "C" fn event_record_ptsz(event: usize, handle: usize) -> i32 {
     record(event, handle, true)
 }
 extern "C" fn event_query(event: usize) -> i32 {
+    note_current_capture_mode();
     match books().events.get(&event) {
         Some(done) if done.load(Ordering::Acquire) => 0,
         Some(_) => NOT_READY,

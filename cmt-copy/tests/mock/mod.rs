@@ -12,7 +12,11 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 
 use cmt_copy::{Driver, Engine, Outcome, Plan, Request};
 
-pub use entry::table;
+#[allow(
+    unused_imports,
+    reason = "each test binary uses its own part of the mock"
+)]
+pub use entry::{per_thread_stream, table};
 #[allow(
     unused_imports,
     reason = "each test binary uses its own part of the mock"
@@ -87,11 +91,18 @@ pub struct Context {
     pub register_code: AtomicI32,
     /// Registrations of more bytes than this fail with 2 (out of memory).
     pub register_most: AtomicU64,
-    pub host_alloc_code: AtomicI32,
     pub write_value_code: AtomicI32,
     /// Writes of values that succeed before one fails with `write_value_code`.
     pub writes_left: AtomicI64,
     pub event_code: AtomicI32,
+    pub record_code: AtomicI32,
+    pub synchronize_code: AtomicI32,
+    /// What `cuCtxGetId` returns while the context is alive.
+    pub id_code: AtomicI32,
+    /// `cuStreamIsCapturing` returns what broke the context, as most functions do.
+    pub says_what_broke_it: AtomicBool,
+    /// Pinned memory stays known to the driver when the context is destroyed.
+    pub keeps_pins: AtomicBool,
     /// Writes of values succeed and never arrive.
     pub drop_writes: AtomicBool,
     pub host_page_tables: AtomicI32,
@@ -99,7 +110,7 @@ pub struct Context {
     pub legacy_captures: AtomicBool,
     pub dma_calls: AtomicU32,
     pub register_calls: AtomicU32,
-    /// Pinned memory got or given back while the thread was not in relaxed capture mode.
+    /// Calls that break a capture on another thread, made while this one was not in relaxed capture mode.
     pub unrelaxed: AtomicU32,
     /// Copies that reached the driver with a pageable side.
     pub stock_copies: AtomicU32,
@@ -120,10 +131,14 @@ impl Context {
             copy_code: zero(),
             register_code: zero(),
             register_most: AtomicU64::new(u64::MAX),
-            host_alloc_code: zero(),
             write_value_code: zero(),
             writes_left: AtomicI64::new(0),
             event_code: zero(),
+            record_code: zero(),
+            synchronize_code: zero(),
+            id_code: zero(),
+            says_what_broke_it: AtomicBool::new(false),
+            keeps_pins: AtomicBool::new(false),
             drop_writes: AtomicBool::new(false),
             host_page_tables: zero(),
             legacy_captures: AtomicBool::new(false),
@@ -146,6 +161,9 @@ impl Context {
     pub fn destroy(&self) {
         self.legacy.finish();
         self.alive.store(false, Ordering::SeqCst);
+        if self.keeps_pins.load(Ordering::Relaxed) {
+            return;
+        }
         let mut books = books();
         books
             .ranges
@@ -303,4 +321,22 @@ pub fn call(
     };
     // SAFETY: the tests pass memory of their own that outlives the call.
     unsafe { engine.copy(&request) }
+}
+
+/// Ends the test program if `what` has not come to an end after 30 s: something waits that must not.
+pub fn within_30_s<T>(what: impl FnOnce() -> T) -> T {
+    let (done, waits) = std::sync::mpsc::channel::<()>();
+    let watchdog = std::thread::spawn(move || {
+        if waits
+            .recv_timeout(std::time::Duration::from_secs(30))
+            .is_err()
+        {
+            eprintln!("blocked for 30 s");
+            std::process::abort();
+        }
+    });
+    let result = what();
+    done.send(()).expect("the watchdog waits");
+    watchdog.join().expect("no panic inside");
+    result
 }
