@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "calls foreign functions by address")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use cmt_common::api::{COPY_FNS, Direction, DirectionFrom, HOOKED};
@@ -13,14 +13,21 @@ use cmt_copy::{Driver, Engine, Outcome, Request};
 static ORIGINALS: [AtomicU64; HOOKED] = [const { AtomicU64::new(0) }; HOOKED];
 /// True while copies may be staged.
 static ENABLED: AtomicBool = AtomicBool::new(false);
-/// Calls that are inside the engine now.
-static IN_FLIGHT: AtomicU64 = AtomicU64::new(0);
+/// Length from which a call of hooked function `i` enters the engine. Shorter ones, the most frequent, cost no more than
+/// this look and a counter.
+static ENTERS_FROM_BYTES: [AtomicUsize; HOOKED] = [const { AtomicUsize::new(usize::MAX) }; HOOKED];
+/// Calls that are inside the engine now, on cache lines of its own: every call reads what stands around it.
+static IN_FLIGHT: Line<AtomicU64> = Line(AtomicU64::new(0));
 /// The engine; null while there is none.
 static ENGINE: AtomicPtr<Engine> = AtomicPtr::new(std::ptr::null_mut());
 /// The control block, for counting.
 static CONTROL: AtomicPtr<Control> = AtomicPtr::new(std::ptr::null_mut());
 /// A page that the kernel clears in forked children; its first byte is 1 here.
 static OURS: AtomicPtr<AtomicBool> = AtomicPtr::new(std::ptr::null_mut());
+
+/// Keeps a word that is written often away from those that are read often (two cache lines, fetched in pairs).
+#[repr(align(128))]
+struct Line<T>(T);
 
 type SyncCopy = unsafe extern "C" fn(u64, u64, usize) -> i32;
 type AsyncCopy = unsafe extern "C" fn(u64, u64, usize, usize) -> i32;
@@ -77,11 +84,17 @@ extern "C" fn stream_copy<const F: usize>(dst: u64, src: u64, bytes: usize, stre
 fn stage(function: usize, dst: u64, src: u64, bytes: usize, stream: usize) -> Option<i32> {
     // SAFETY: once set, the pointer is valid for the life of the process.
     let control = unsafe { CONTROL.load(Ordering::Acquire).as_ref() }?;
-    if !ENABLED.load(Ordering::Relaxed) || !is_ours() {
+    if !ENABLED.load(Ordering::Relaxed) {
+        return pass(control, PassReason::Disabled);
+    }
+    if bytes < ENTERS_FROM_BYTES[function].load(Ordering::Relaxed) {
+        return pass(control, PassReason::BelowCutOver);
+    }
+    if !is_ours() {
         return pass(control, PassReason::Disabled);
     }
     // From here on `disable` waits for us. The second look makes sure that it has seen us.
-    IN_FLIGHT.fetch_add(1, Ordering::SeqCst);
+    IN_FLIGHT.0.fetch_add(1, Ordering::SeqCst);
     let result = if ENABLED.load(Ordering::SeqCst) {
         stage_enabled(
             control,
@@ -96,16 +109,13 @@ fn stage(function: usize, dst: u64, src: u64, bytes: usize, stream: usize) -> Op
     } else {
         pass(control, PassReason::Disabled)
     };
-    IN_FLIGHT.fetch_sub(1, Ordering::Release);
+    IN_FLIGHT.0.fetch_sub(1, Ordering::Release);
     result
 }
 
 fn stage_enabled(control: &Control, request: Request) -> Option<i32> {
     // SAFETY: the engine is freed only after `ENABLED` was cleared and `IN_FLIGHT` has reached 0.
     let engine = unsafe { ENGINE.load(Ordering::Acquire).as_ref() }?;
-    if !engine.wants(request.function, request.bytes) {
-        return pass(control, PassReason::BelowCutOver);
-    }
     let bytes = request.bytes as u64;
     // SAFETY: the caller's copy, under the caller's own CUDA contract.
     let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { engine.copy(&request) }));
@@ -168,6 +178,7 @@ pub fn enable(control: &'static Control, plan: Plan) -> Result<(), String> {
         let driver =
             unsafe { Driver::new(&originals, &driver) }.map_err(|error| error.to_string())?;
         let engine = Engine::new(driver, plan, control.max_threads.load(Ordering::Acquire));
+        note_cut_overs(&engine);
         ENGINE.store(Box::into_raw(Box::new(engine)), Ordering::Release);
     } else {
         set_plan(plan);
@@ -181,6 +192,13 @@ pub fn set_plan(plan: Plan) {
     // SAFETY: only this thread frees the engine.
     if let Some(engine) = unsafe { ENGINE.load(Ordering::Acquire).as_ref() } {
         engine.set_plan(plan);
+        note_cut_overs(engine);
+    }
+}
+
+fn note_cut_overs(engine: &Engine) {
+    for (function, from_bytes) in ENTERS_FROM_BYTES.iter().enumerate() {
+        from_bytes.store(engine.cut_over(function), Ordering::Relaxed);
     }
 }
 
@@ -188,7 +206,7 @@ pub fn set_plan(plan: Plan) {
 pub fn disable(limit: Duration) -> bool {
     ENABLED.store(false, Ordering::SeqCst);
     let deadline = Instant::now() + limit;
-    while IN_FLIGHT.load(Ordering::SeqCst) != 0 {
+    while IN_FLIGHT.0.load(Ordering::SeqCst) != 0 {
         if Instant::now() >= deadline {
             return false;
         }
@@ -250,4 +268,51 @@ fn mark_ours() -> Result<(), String> {
         OURS.store(ours, Ordering::Release);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    extern "C" fn original(_: u64, _: u64, bytes: usize) -> i32 {
+        bytes as i32
+    }
+
+    #[test]
+    fn a_call_below_the_cut_over_goes_to_the_original_without_entering_the_engine() {
+        let layout = std::alloc::Layout::new::<Control>();
+        // SAFETY: a control block is plain numbers, for which zeros are valid; it is never freed.
+        let control: &'static Control = unsafe { &*std::alloc::alloc_zeroed(layout).cast() };
+        let address = original as *const () as u64;
+        control
+            .driver
+            .iter()
+            .for_each(|function| function.store(address, Ordering::Relaxed));
+        (0..HOOKED).for_each(|index| set_original(index, address));
+        let passed =
+            |reason: PassReason| control.counters.passed[reason as usize].load(Ordering::Relaxed);
+        let mut plan = Plan::NONE;
+        enable(control, plan).expect("every function is there");
+        assert_eq!(sync_copy::<0>(1, 2, 1 << 20), 1 << 20, "no plan");
+        plan.htod[0].up_to_bytes = 999;
+        plan.htod[1] = cmt_copy::PlanRow {
+            up_to_bytes: u64::MAX,
+            threads: 2,
+            ..plan.htod[0]
+        };
+        set_plan(plan);
+        // Without an engine, whoever would ask it counts nothing.
+        let engine = ENGINE.swap(std::ptr::null_mut(), Ordering::AcqRel);
+        assert_eq!(sync_copy::<0>(1, 2, 999), 999);
+        assert_eq!(sync_copy::<2>(1, 2, 1 << 20), 1 << 20, "the other way");
+        ENGINE.store(engine, Ordering::Release);
+        assert_eq!(passed(PassReason::BelowCutOver), 3);
+        // What the engine says of a driver whose every function fails.
+        assert_eq!(sync_copy::<0>(1, 2, 1000), 1000);
+        assert_eq!(passed(PassReason::NotHostToDevice), 1);
+        assert!(disable(Duration::ZERO));
+        assert_eq!(sync_copy::<0>(1, 2, 999), 999);
+        assert_eq!(passed(PassReason::Disabled), 1);
+        stop().expect("nothing is in flight");
+    }
 }
