@@ -2,8 +2,10 @@
 #define _GNU_SOURCE
 #include "contract.h"
 
+#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 static const char *const modes[] = {"global", "thread-local", "relaxed"};
 
@@ -43,6 +45,49 @@ static void other_thread(void)
     must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
     host_free(o.host, o.bytes);
     must(cuMemFree_v2(o.device), "cuMemFree");
+}
+
+struct beside {
+    CUresult begin, end;
+};
+
+static void *capture_for_a_while(void *argument)
+{
+    struct beside *b = argument;
+    CUgraph graph = NULL;
+    bind_context();
+    CUstream stream = new_stream(CU_STREAM_NON_BLOCKING);
+    usleep(50000);
+    b->begin = cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_GLOBAL);
+    usleep(150000);
+    b->end = cuStreamEndCapture(stream, &graph);
+    if (graph)
+        must(cuGraphDestroy(graph), "cuGraphDestroy");
+    must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
+    return NULL;
+}
+
+/* A copy waits for a busy stream while another thread captures: whatever a copier asks meanwhile, the capture lives. */
+static void waiting_copy(void)
+{
+    CUstream stream = new_stream(CU_STREAM_NON_BLOCKING);
+    CUdeviceptr device = device_memory(MIB);
+    unsigned char *back = host_zeros(MIB);
+    for (int async = 0; async < 2; async++) {
+        struct beside beside = {-1, -1};
+        struct busy busy;
+        pthread_t thread;
+        device_fill_pattern(device, MIB, 9 + async);
+        must(pthread_create(&thread, NULL, capture_for_a_while, &beside), "pthread_create");
+        make_busy(async ? stream : NULL, &busy);
+        CUresult copy = async ? cuMemcpyDtoHAsync_v2(back, device, MIB, stream) : cuMemcpyDtoH_v2(back, device, MIB);
+        bool right = is_pattern(back, MIB, 9 + async);
+        pthread_join(thread, NULL);
+        report(async ? "async" : "sync", "copy=%d bytes_ok=%d begin=%d end=%d", copy, right, beside.begin, beside.end);
+    }
+    must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
+    host_free(back, MIB);
+    must(cuMemFree_v2(device), "cuMemFree");
 }
 
 /* A captured copy is part of the graph: nothing moves before the launch, and each launch moves the bytes of then. */
@@ -197,6 +242,6 @@ static void unsafe_calls(void)
 }
 
 const struct contract_case capture_cases[] = {
-    {"capture_other_thread", other_thread}, {"capture_async_copy", captured_copy},
-    {"capture_sync_copy", synchronous_copy}, {"capture_legacy_copy", legacy_copy},
-    {"capture_unsafe_calls", unsafe_calls}, {0}};
+    {"capture_other_thread", other_thread}, {"capture_waiting_copy", waiting_copy},
+    {"capture_async_copy", captured_copy}, {"capture_sync_copy", synchronous_copy},
+    {"capture_legacy_copy", legacy_copy}, {"capture_unsafe_calls", unsafe_calls}, {0}};
