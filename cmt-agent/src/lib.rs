@@ -8,6 +8,7 @@ pub mod histogram;
 pub mod html;
 pub mod injector;
 pub mod keeper;
+pub mod pipe;
 pub mod probes;
 pub mod profile;
 pub mod target;

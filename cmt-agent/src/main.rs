@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use cmt_agent::commands::{attach, detach, doctor, status, trace};
-use cmt_agent::keeper;
+use cmt_agent::{keeper, pipe};
 
 /// Shows how much time live GPU processes lose in pageable copies, and takes it back without a restart.
 #[derive(Parser)]
@@ -38,7 +38,12 @@ fn run(command: Command) -> anyhow::Result<()> {
 
 fn main() -> ExitCode {
     env_logger::init();
-    match run(Cli::parse().command) {
+    let command = Cli::parse().command;
+    // The keeper finishes what it has begun, whoever reads its answer.
+    if !matches!(command, Command::Keeper(_)) {
+        pipe::end_quietly();
+    }
+    match run(command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("cmt: {error:#}");

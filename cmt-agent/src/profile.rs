@@ -146,6 +146,9 @@ impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.up_to_bytes {
             0x100_0000_0000.. => write!(f, "{:<17}", "all others")?,
+            up_to if (up_to + 1).is_power_of_two() => {
+                write!(f, "{:<17}", format!("below {}", bytes(up_to + 1)))?;
+            }
             up_to => write!(f, "{:<17}", format!("up to {}", bytes(up_to)))?,
         }
         if self.threads == 0 {

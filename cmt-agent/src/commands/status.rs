@@ -91,7 +91,7 @@ fn one(pid: u32) -> anyhow::Result<Process> {
     }
 }
 
-/// Processes that we may not look at, or that share a parent's block by fork, are left out.
+/// Processes that we may not look at, that share a parent's block by fork, or that were detached from are left out.
 fn all() -> Vec<Process> {
     let Ok(processes) = procfs::process::all_processes() else {
         return Vec::new();
@@ -102,7 +102,8 @@ fn all() -> Vec<Process> {
         .filter_map(|mut target| {
             let control = injector::find_control(&mut target).ok()??;
             injector::check_owner(&target, &control).ok()?;
-            Some(describe(&target, &control))
+            let left = control.state.load(Ordering::Acquire) == state::STOPPED;
+            (!left).then(|| describe(&target, &control))
         })
         .collect()
 }
