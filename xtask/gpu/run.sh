@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs on a machine with an NVIDIA GPU, as root, from the project's folder, after `cargo xtask gpu` has made the bundle:
 #
-#     xtask/gpu/run.sh [facts] [contract] [pytorch] [static] [pause]     (all of them by default)
+#     xtask/gpu/run.sh [facts] [engine] [contract] [pytorch] [static] [pause]     (all of them by default)
 #
 # Ends with a short table. Needs nvcc and PyTorch there, but no Rust.
 set -uo pipefail
@@ -12,7 +12,7 @@ out=${OUT:-/tmp/cmt-gpu}
 mkdir -p "$out"
 summary=$out/summary.txt
 : > "$summary"
-sections=${*:-facts contract pytorch static pause}
+sections=${*:-facts engine contract pytorch static pause}
 export LD_LIBRARY_PATH="$PWD/$bundle/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 say() { printf '%s\n' "$*" | tee -a "$summary"; }
@@ -68,6 +68,9 @@ for section in $sections; do
     case $section in
     facts)
         nvcc -O2 -arch=sm_90 -o /tmp/facts xtask/gpu/facts.cu -lcuda && /tmp/facts | tee "$out/facts.txt"
+        ;;
+    engine)
+        "$bundle/engine" 1024 2>&1 | tee "$out/engine.txt"
         ;;
     contract)
         "$bundle/victims/contract" > "$out/contract-stock.txt" 2>&1; stock=$?

@@ -9,7 +9,7 @@ use std::process::Command;
 use anyhow::{Context, Result};
 
 use crate::test::fetch_libcudart;
-use crate::workspace::{build_cmt, run};
+use crate::workspace::{build_cmt, cargo, run};
 
 /// Builds the bundle and prints its folder.
 pub fn bundle() -> Result<()> {
@@ -24,6 +24,9 @@ pub fn bundle() -> Result<()> {
         fs::create_dir_all(folder)?;
     }
     copy_stripped(&cmt, &bundle.join("cmt"))?;
+    run(&mut cargo(["build", "--release", "--package", "cmt-copy", "--example", "gpu"]))?;
+    let engine = cmt_tests::target().join("release/examples/gpu");
+    copy_stripped(&engine, &bundle.join("engine"))?;
     for path in programs(&built.folder)? {
         let name = path.file_name().context("a file has a name")?;
         copy_stripped(&path, &victims.join(name))?;
