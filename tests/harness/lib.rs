@@ -4,13 +4,15 @@
 //! compares what it says with what the victim counted itself. Nothing here knows how `cmt` works.
 
 mod build;
+mod cycles;
 mod rung;
 mod tool;
 mod trace;
 mod victim;
 
 pub use build::{Built, built};
-pub use rung::{Rung, Turn, libcudart, require};
+pub use cycles::{attach, cycles, detach, refusal, wait_until_staged};
+pub use rung::{Rung, Turn, libcudart, require, require_packages};
 pub use tool::{Finished, Running, cmt, cmt_command, spawn_cmt};
 pub use trace::Trace;
 pub use victim::{Footprint, Victim};

@@ -110,7 +110,18 @@ impl Drop for Turn {
 /// When the machine has not, and `CMT_REQUIRE_RUNGS` is 1.
 #[must_use = "a test whose rung cannot run has to return"]
 pub fn require(rung: Rung) -> Option<Turn> {
-    let Some(reason) = rung.obstacle() else {
+    require_packages(rung, &[])
+}
+
+/// The same for a test that needs more: names of programs or paths of files, each with the Debian package that has it.
+///
+/// # Panics
+/// As [`require`] does.
+#[must_use = "a test whose rung cannot run has to return"]
+pub fn require_packages(rung: Rung, needed: &[(&str, &str)]) -> Option<Turn> {
+    let missing = needed.iter().find(|(file, _)| !is_installed(file));
+    let missing = missing.map(|(file, package)| format!("no {file}: apt-get install {package}"));
+    let Some(reason) = missing.or_else(|| rung.obstacle()) else {
         return Some(Turn { rung });
     };
     eprintln!("skipped, rung {}: {reason}", rung.name());
@@ -121,6 +132,13 @@ pub fn require(rung: Rung) -> Option<Turn> {
         rung.name()
     );
     None
+}
+
+/// Whether a file exists: anywhere on the search path if it is a name only.
+fn is_installed(file: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    // An absolute path replaces what it is joined to.
+    std::env::split_paths(&path).any(|folder| folder.join(file).exists())
 }
 
 fn log(rung: Rung, result: &str, reason: &str) {

@@ -3,6 +3,8 @@
 use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -64,6 +66,18 @@ impl Running {
     /// Its process id.
     pub fn pid(&self) -> u32 {
         self.child.as_ref().expect("still there").id()
+    }
+
+    /// Waits for its end, but not for ever: for a `cmt` that says little.
+    #[track_caller]
+    pub fn finish_within(mut self, limit: Duration) -> Finished {
+        let started = Instant::now();
+        let child = self.child.as_mut().expect("still there");
+        while child.try_wait().expect("look at cmt").is_none() {
+            assert!(started.elapsed() < limit, "cmt hangs");
+            thread::sleep(Duration::from_millis(2));
+        }
+        self.finish()
     }
 
     /// Waits for its end.

@@ -44,7 +44,17 @@ impl Victim {
 
     /// Starts a command that prints `ready PID` once it copies.
     #[track_caller]
-    pub fn spawn(mut command: Command) -> Self {
+    pub fn spawn(command: Command) -> Self {
+        let program = format!("{command:?}");
+        let victim = Self::spawn_unready(command);
+        let ready = victim
+            .next_line()
+            .unwrap_or_else(|| panic!("{program} ended before it was ready"));
+        assert_eq!(ready, format!("ready {}", victim.pid), "{program}");
+        victim
+    }
+
+    fn spawn_unready(mut command: Command) -> Self {
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -60,11 +70,19 @@ impl Victim {
             }
         });
         let pid = child.id();
-        let victim = Self { child, lines, pid };
-        let ready = victim
-            .next_line()
-            .unwrap_or_else(|| panic!("{command:?} ended before it was ready"));
-        assert_eq!(ready, format!("ready {pid}"), "{command:?}");
+        Self { child, lines, pid }
+    }
+
+    /// Starts a command that forks a program into a pid namespace of its own, where that counts as process 1, and ends
+    /// with it.
+    #[track_caller]
+    pub fn spawn_in_pid_namespace(command: Command) -> Self {
+        let mut victim = Self::spawn_unready(command);
+        assert_eq!(victim.next_line().as_deref(), Some("ready 1"));
+        let outer = victim.pid;
+        let children = fs::read_to_string(format!("/proc/{outer}/task/{outer}/children"));
+        let children = children.expect("read its children");
+        victim.pid = children.trim().parse().expect("it has one child");
         victim
     }
 
@@ -124,7 +142,8 @@ impl Victim {
     /// Sends it a signal.
     #[track_caller]
     pub fn signal(&self, signal: i32) {
-        // SAFETY: no memory is touched; the process is our child and not yet waited for, so the id is its own.
+        // SAFETY: no memory is touched; the process, or the one that waits for it, is our child and not yet waited for, so
+        // the id is its own.
         let result = unsafe { libc::kill(self.pid as i32, signal) };
         assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
     }

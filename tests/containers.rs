@@ -1,0 +1,124 @@
+//! Targets in containers: other namespaces, another root, read-only, with and without `/proc`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use cmt_tests::{Rung, Victim, built, cycles, require};
+
+/// A folder that holds a copying program, what it needs to run, and nothing else.
+struct Root {
+    folder: tempfile::TempDir,
+}
+
+impl Root {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        for name in ["proc", "lib64", "lib"] {
+            fs::create_dir(folder.path().join(name)).expect("create a folder");
+        }
+        let root = Self { folder };
+        let program = built().victim("victim-drv");
+        root.put(&program, "victim-drv");
+        root.put(&built().folder.join("libcuda.so.1"), "lib/libcuda.so.1");
+        let ldd = Command::new("ldd").arg(program).output().expect("run ldd");
+        for word in String::from_utf8_lossy(&ldd.stdout).split_whitespace() {
+            let name = Path::new(word)
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            if word.starts_with("/lib64/ld-") {
+                root.put(Path::new(word), word.trim_start_matches('/'));
+            } else if word.starts_with('/') {
+                root.put(Path::new(word), &format!("lib/{name}"));
+            }
+        }
+        root
+    }
+
+    fn put(&self, from: &Path, to: &str) {
+        fs::copy(from, self.path().join(to)).unwrap_or_else(|error| panic!("{from:?}: {error}"));
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().to_path_buf()
+    }
+
+    /// Starts the program in namespaces and on a root as `victim-contain` makes them.
+    fn start(&self, how: &str) -> Victim {
+        let mut command = Command::new(built().victim("victim-contain"));
+        command.arg(how).arg(self.path());
+        command.args(["/victim-drv", "--threads", "2", "--bytes", "64K,4M"]);
+        command.env("LD_LIBRARY_PATH", "/lib");
+        if how.contains("pid") {
+            Victim::spawn_in_pid_namespace(command)
+        } else {
+            Victim::spawn(command)
+        }
+    }
+}
+
+/// Attach and detach work five times, and the container's files are what they were.
+#[track_caller]
+fn works(how: &str) {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let root = Root::new();
+    let before = files(&root.path());
+    let mut victim = root.start(how);
+    cycles(&mut victim, 5);
+    assert_eq!(victim.stop()["mismatches"], 0);
+    assert_eq!(files(&root.path()), before);
+}
+
+/// All files below a folder, with their sizes.
+fn files(folder: &Path) -> Vec<(PathBuf, u64)> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(folder).expect("read a folder") {
+        let path = entry.expect("read an entry").path();
+        let metadata = fs::symlink_metadata(&path).expect("look at a file");
+        if metadata.is_dir() {
+            all.extend(files(&path));
+        }
+        all.push((path, metadata.len()));
+    }
+    all.sort();
+    all
+}
+
+#[test]
+fn another_root() {
+    works("proc");
+}
+
+#[test]
+fn a_read_only_root() {
+    works("proc,ro");
+}
+
+#[test]
+fn no_proc_inside() {
+    works("");
+}
+
+#[test]
+fn a_pid_namespace() {
+    works("pid,proc");
+}
+
+#[test]
+fn a_user_namespace() {
+    works("user,pid,proc");
+}
+
+#[test]
+fn all_namespaces_a_read_only_root_and_no_proc() {
+    works("user,pid,net,uts,ipc,cgroup,ro");
+}
+
+#[test]
+fn all_namespaces_and_a_read_only_root() {
+    works("user,pid,net,uts,ipc,cgroup,proc,ro");
+}

@@ -1,0 +1,105 @@
+//! Programs of another libc or architecture, and programs that another tool holds, are refused by name.
+
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use cmt_tests::{Rung, Victim, built, refusal, require_packages, workspace};
+
+/// Compiles the program without CUDA in another way.
+#[track_caller]
+fn bystander(name: &str, compiler: &str, flags: &[&str]) -> Victim {
+    let program = built().victim(name);
+    let mut command = Command::new(compiler);
+    command.args(flags).arg("-o").arg(&program);
+    command.arg(workspace().join("tests/victims/sleeper.c"));
+    let status = command.status().expect("run the compiler");
+    assert!(status.success(), "{command:?}: {status}");
+    Victim::spawn(Command::new(program))
+}
+
+#[test]
+fn musl() {
+    let Some(_turn) = require_packages(Rung::Kernel, &[("musl-gcc", "musl-tools")]) else {
+        return;
+    };
+    let mut victim = bystander("victim-musl", "musl-gcc", &[]);
+    refusal(&mut victim, &["victim-musl", "musl", "glibc"]);
+}
+
+#[test]
+fn thirty_two_bits() {
+    let stubs = "/usr/include/x86_64-linux-gnu/gnu/stubs-32.h";
+    let other = "/usr/include/gnu/stubs-32.h";
+    let stubs = [stubs, other]
+        .into_iter()
+        .find(|path| std::path::Path::new(path).exists());
+    let needed = [(stubs.unwrap_or(other), "gcc-multilib")];
+    let Some(_turn) = require_packages(Rung::Kernel, &needed) else {
+        return;
+    };
+    let mut victim = bystander("victim-32", "gcc", &["-m32"]);
+    refusal(&mut victim, &["victim-32", "32-bit", "x86-64"]);
+}
+
+/// Ends a tracer when dropped.
+struct Tracer(Child);
+
+impl Drop for Tracer {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Has a tool trace a copying victim; attach names the tool's process, and both go on.
+#[track_caller]
+fn held_by(tool: &str, args: &[&str]) {
+    let Some(_turn) = require_packages(Rung::StandIn, &[(tool, tool)]) else {
+        return;
+    };
+    let mut victim = Victim::start("victim-drv", ["--bytes", "1M"]);
+    victim.next_line().expect("all its threads are there");
+    let mut command = Command::new(tool);
+    command.args(args).arg(victim.pid.to_string());
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    let mut tracer = Tracer(command.spawn().expect("start the tracer"));
+    let id = tracer.0.id().to_string();
+    let started = Instant::now();
+    while traced_by(victim.pid) != id {
+        assert!(
+            started.elapsed() < Duration::from_secs(60),
+            "{tool} does not attach"
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    refusal(&mut victim, &["traced", &id]);
+    assert!(
+        tracer.0.try_wait().expect("look at it").is_none(),
+        "{tool} has ended"
+    );
+    drop(tracer);
+    // gdb attaches by SIGSTOP, and is ended while it does.
+    victim.signal(libc::SIGCONT);
+    assert_eq!(victim.stop()["mismatches"], 0);
+}
+
+fn traced_by(pid: u32) -> String {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("its status");
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("TracerPid:"));
+    line.expect("a tracer or 0").trim().to_string()
+}
+
+#[test]
+fn under_strace() {
+    held_by("strace", &["-f", "-o", "/dev/null", "-p"]);
+}
+
+#[test]
+fn under_gdb() {
+    held_by("gdb", &["-nx", "-q", "-ex", "continue", "-p"]);
+}
