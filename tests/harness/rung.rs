@@ -120,12 +120,14 @@ pub fn require(rung: Rung) -> Option<Turn> {
 #[must_use = "a test whose rung cannot run has to return"]
 pub fn require_packages(rung: Rung, needed: &[(&str, &str)]) -> Option<Turn> {
     let missing = needed.iter().find(|(file, _)| !is_installed(file));
-    let missing = missing.map(|(file, package)| format!("no {file}: apt-get install {package}"));
-    let Some(reason) = missing.or_else(|| rung.obstacle()) else {
+    let missing =
+        missing.map(|(file, package)| ("lacking", format!("no {file}: apt-get install {package}")));
+    let obstacle = || rung.obstacle().map(|reason| ("skipped", reason));
+    let Some((result, reason)) = missing.or_else(obstacle) else {
         return Some(Turn { rung });
     };
     eprintln!("skipped, rung {}: {reason}", rung.name());
-    log(rung, "skipped", &reason);
+    log(rung, result, &reason);
     assert!(
         std::env::var_os(REQUIRE).is_none_or(|value| value != "1"),
         "the rung {} must run here: {reason}",

@@ -24,7 +24,14 @@ pub fn bundle() -> Result<()> {
         fs::create_dir_all(folder)?;
     }
     copy_stripped(&cmt, &bundle.join("cmt"))?;
-    run(&mut cargo(["build", "--release", "--package", "cmt-copy", "--example", "gpu"]))?;
+    run(&mut cargo([
+        "build",
+        "--release",
+        "--package",
+        "cmt-copy",
+        "--example",
+        "gpu",
+    ]))?;
     let engine = cmt_tests::target().join("release/examples/gpu");
     copy_stripped(&engine, &bundle.join("engine"))?;
     for path in programs(&built.folder)? {
