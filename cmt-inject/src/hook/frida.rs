@@ -21,6 +21,7 @@ use frida_gum::{Gum, NativePointer};
 use frida_gum_sys as sys;
 use iced_x86::{BlockEncoderOptions, Decoder, DecoderOptions, FlowControl, Mnemonic};
 
+use super::builtin;
 use super::near::{Regions, read_code, writable_code};
 use super::plan::{Plan, encode, far_jump};
 use super::{Function, HookEngine, HookError, Prepared};
@@ -49,6 +50,10 @@ impl HookEngine for Frida {
 
     fn prepare(&mut self, function: Function, replacement: u64) -> Result<Prepared, HookError> {
         let plan = Plan::new(function)?;
+        if plan.leaves() {
+            // A stub: gum cannot move an instruction behind its jump, and wants to.
+            return builtin::build(plan, &mut self.regions, replacement);
+        }
         look_ahead(function, &plan)?;
         let region = self.regions.near(plan.window)?;
         let thunk = region.next_address();

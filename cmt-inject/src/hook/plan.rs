@@ -10,6 +10,16 @@
 //! ```
 //!
 //! Behind `endbr64` one more instruction stays, since there a probe sits better on the second one.
+//!
+//! An export may be a stub, as in driver 535:
+//!
+//! ```text
+//! function:    cmp dword [rip + state], imm32     stays, and needs no undoing
+//! window:      je 1f                              becomes `jmp thunk`
+//!              jmp [rip + implementation]
+//!           1: mov eax, 4; ret
+//! trampoline:  cmp dword [rip + state], imm32; je 1b; jmp [rip + implementation]
+//! ```
 
 use cmt_common::control::WINDOW_MAX;
 use iced_x86::{
@@ -27,6 +37,12 @@ const SCAN_BYTES: u64 = 4096;
 const INT3: u8 = 0xcc;
 const ENDBR64: [u8; 4] = [0xf3, 0x0f, 0x1e, 0xfa];
 const PUSH_RBP: u8 = 0x55;
+/// First byte of `cmp dword [rip + disp32], imm32`.
+const CMP_DWORD: u8 = 0x81;
+/// First byte of `imul edi, [rip + disp32], imm32`, which goes on with the same byte.
+const IMUL_DWORD: u8 = 0x69;
+/// Bytes of a stub up to the end of its jump.
+const STUB_BYTES: usize = 18;
 /// Both encodings of `mov rbp, rsp`.
 const MOV_RBP_RSP: [[u8; 3]; 2] = [[0x48, 0x89, 0xe5], [0x48, 0x8b, 0xec]];
 
@@ -63,6 +79,8 @@ impl Plan {
         }
 
         let window = decoder.ip();
+        // Jumps are moved only where the function may be a stub.
+        let compared = kept.last().is_some_and(compares);
         let mut moved = Vec::new();
         while decoder.ip() - window < JUMP_BYTES as u64 {
             let instruction = decoder.decode();
@@ -75,6 +93,18 @@ impl Plan {
             }
             match instruction.flow_control() {
                 FlowControl::Next => moved.push(instruction),
+                FlowControl::ConditionalBranch
+                    if compared && instruction.is_jcc_short_or_near() =>
+                {
+                    moved.push(instruction);
+                }
+                FlowControl::UnconditionalBranch | FlowControl::IndirectBranch
+                    if compared
+                        && leaves(&instruction)
+                        && decoder.ip() - window >= JUMP_BYTES as u64 =>
+                {
+                    moved.push(instruction);
+                }
                 FlowControl::Interrupt if instruction.mnemonic() == Mnemonic::Int3 => {
                     return Err(HookError::Breakpoint { offset });
                 }
@@ -100,6 +130,11 @@ impl Plan {
             window,
             original,
         })
+    }
+
+    /// True if the window ends with a jump: nothing goes on behind it.
+    pub(super) fn leaves(&self) -> bool {
+        self.moved.last().is_some_and(leaves)
     }
 
     /// Code that undoes what stayed and goes to the replacement, for `address`.
@@ -130,7 +165,7 @@ impl Plan {
 /// Puts back the byte that a uprobe's `int3` hides at `offset`, where the bytes behind leave no doubt about it.
 ///
 /// Uprobes replace the first byte of an instruction in memory. `int3` before `mov rbp, rsp` stands for `push rbp`, and
-/// before the rest of an `endbr64` for that; anything else stays unknown.
+/// before the rest of an `endbr64` or of a stub for that; anything else stays unknown.
 fn reveal(code: &mut [u8], offset: usize) -> Result<(), HookError> {
     if code.get(offset) != Some(&INT3) {
         return Ok(());
@@ -140,6 +175,8 @@ fn reveal(code: &mut [u8], offset: usize) -> Result<(), HookError> {
         code[offset] = PUSH_RBP;
     } else if behind.starts_with(&ENDBR64[1..]) {
         code[offset] = ENDBR64[0];
+    } else if is_hidden_stub(&code[offset..]) {
+        code[offset] = CMP_DWORD;
     } else {
         return Err(HookError::Breakpoint {
             offset: offset as u64,
@@ -148,12 +185,62 @@ fn reveal(code: &mut [u8], offset: usize) -> Result<(), HookError> {
     Ok(())
 }
 
+/// Whether code whose first byte is hidden is a stub and can be nothing else.
+fn is_hidden_stub(code: &[u8]) -> bool {
+    let Some(&start) = code.first_chunk::<STUB_BYTES>() else {
+        return false;
+    };
+    let read = |first: u8| -> Vec<Instruction> {
+        let mut code = start;
+        code[0] = first;
+        Decoder::new(64, &code, DecoderOptions::NONE)
+            .iter()
+            .collect()
+    };
+    let stub = read(CMP_DWORD);
+    let [compare, branch, jump] = stub.as_slice() else {
+        return false;
+    };
+    // The short form `cmp dword, imm8` is not looked for: nothing but the hidden byte tells it from `cmp byte, imm8`.
+    let shaped = branch.code() == Code::Je_rel8_64
+        && (STUB_BYTES as u64..code.len() as u64).contains(&branch.near_branch_target())
+        && jump.code() == Code::Jmp_rm64
+        && jump.is_ip_rel_memory_operand();
+    // The immediate may be instructions behind a shorter first one, such as `mov edi, [rip + disp32]`. Readings with
+    // another operand do not count: the second byte begins `cmp eax, imm32`, and at a function's entry nothing is in
+    // eax, or it belongs to a vector instruction's prefix.
+    let operand = |instruction: &Instruction| {
+        let address = instruction.ip_rel_memory_address();
+        let relative = address.wrapping_sub(instruction.next_ip());
+        instruction.is_ip_rel_memory_operand().then_some(relative)
+    };
+    let also = |first: u8| {
+        let other = read(first);
+        operand(&other[0]) == operand(compare) && other.ends_with(&stub[1..])
+    };
+    // After `imul` the zero flag is undefined, so that no `je` follows it.
+    let excluded = [CMP_DWORD, IMUL_DWORD, INT3];
+    shaped && !(0..=u8::MAX).any(|first| !excluded.contains(&first) && also(first))
+}
+
+/// An instruction that does nothing but set flags.
+fn compares(instruction: &Instruction) -> bool {
+    matches!(instruction.mnemonic(), Mnemonic::Cmp | Mnemonic::Test)
+}
+
+/// A jump that can be moved and that nothing runs on behind.
+fn leaves(instruction: &Instruction) -> bool {
+    instruction.is_jmp_short_or_near()
+        || instruction.code() == Code::Jmp_rm64 && instruction.is_ip_rel_memory_operand()
+}
+
 /// What takes back the effect of a kept instruction at a function's entry, where flags mean nothing.
 fn undo(instruction: &Instruction) -> Result<Option<Instruction>, HookError> {
     let to_stack_pointer =
         instruction.op_count() > 0 && instruction.op0_register() == Register::RSP;
     match instruction.mnemonic() {
         Mnemonic::Endbr64 | Mnemonic::Nop => Ok(None),
+        _ if compares(instruction) => Ok(None),
         Mnemonic::Push
             if instruction.op0_kind() == OpKind::Register
                 && instruction.op0_register().is_gpr64()

@@ -13,6 +13,10 @@ use super::builtin::Builtin;
 use super::frida::Frida;
 use super::{Function, HookEngine, HookError, Prepared};
 
+mod stub;
+
+use stub::*;
+
 /// What the suite needs of an engine.
 trait Engine: HookEngine + Default {}
 impl<E: HookEngine + Default> Engine for E {}
@@ -49,6 +53,13 @@ suite! {
     nothing_stays_writable
     what_was_sealed_runs_on_while_more_is_prepared
     a_branch_behind_the_window_is_no_obstacle
+    a_stub_is_hooked_behind_its_compare
+    a_probe_on_a_stub_is_seen_through
+    a_displacement_like_an_instruction_hides_no_stub
+    a_stub_may_end_with_a_relative_jump
+    a_branch_behind_a_compare_is_moved
+    what_is_no_stub_is_refused_by_name
+    a_breakpoint_that_may_hide_something_else_is_refused
 }
 
 type Seven = extern "C" fn(u64, u64, u64, u64, u64, u64, u64) -> u64;
