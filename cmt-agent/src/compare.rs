@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use cmt_common::api::{Direction, MemoryKind};
+use cmt_common::control::Plan;
 use cmt_common::event::CopyKey;
 use cmt_common::histogram::{BUCKETS, bucket_bounds, bucket_of, size_class_bytes};
 use comfy_table::{CellAlignment, Table, presets};
@@ -72,6 +73,8 @@ pub struct Row {
     pub gbps_after: Option<f64>,
     /// `gbps_after / gbps_before`; none where one window saw no such copies.
     pub speedup: Option<f64>,
+    /// False where the plan leaves such copies to the original function: then any difference has other causes.
+    pub staged: bool,
 }
 
 /// The comparison of two windows.
@@ -111,11 +114,34 @@ impl Comparison {
                     speedup: gbps_before
                         .zip(gbps_after)
                         .map(|(before, after)| after / before),
+                    staged: true,
                 };
                 (row, before, after)
             })
             .collect();
         Self { rows }
+    }
+
+    /// The same, with the classes marked that `plan` leaves to the original function.
+    pub fn judged_by(mut self, plan: &Plan) -> Self {
+        for (row, ..) in &mut self.rows {
+            let rows = match row.direction {
+                direction if direction == Direction::DtoH.name() => &plan.dtoh,
+                direction if direction == Direction::HtoD.name() => &plan.htod,
+                _ => continue,
+            };
+            let last = row.size_class_bytes.saturating_mul(2).saturating_sub(1);
+            row.staged = rows
+                .iter()
+                .filter(|plan| plan.up_to_bytes >= row.size_class_bytes)
+                .scan(row.size_class_bytes, |from, plan| {
+                    let within = *from <= last;
+                    *from = plan.up_to_bytes.saturating_add(1);
+                    within.then_some(plan.threads)
+                })
+                .any(|threads| threads > 0);
+        }
+        self
     }
 
     /// The rows alone.
@@ -126,13 +152,12 @@ impl Comparison {
     /// Table and histograms, at most 80 columns wide.
     pub fn text(&self) -> String {
         let mut out = self.table();
-        out.push('\n');
         // The classes in which most time was lost come first; the rest stands in the table.
-        let mut by_time: Vec<_> = self.rows.iter().collect();
+        let mut by_time: Vec<_> = self.rows.iter().filter(|(row, ..)| row.staged).collect();
         by_time.sort_by_key(|(_, before, after)| {
             std::cmp::Reverse(before.total_ns.max(after.total_ns))
         });
-        for (row, before, after) in by_time.into_iter().take(4) {
+        for (row, before, after) in by_time.into_iter().take(2) {
             let _ = write!(
                 out,
                 "\n{}",
@@ -177,10 +202,17 @@ impl Comparison {
                 row.calls_after,
                 [row.p50_after_ns, row.p90_after_ns, row.p99_after_ns],
                 row.gbps_after,
-                optional(row.speedup, |speedup| format!("{speedup:.1}x")),
+                match row.staged {
+                    true => optional(row.speedup, |speedup| format!("{speedup:.1}x")),
+                    false => "not staged".to_owned(),
+                },
             ));
         }
-        table.to_string()
+        let table = table.to_string();
+        table
+            .lines()
+            .map(|line| format!("{}\n", line.trim_end()))
+            .collect()
     }
 }
 

@@ -8,7 +8,7 @@ use cmt_agent::{keeper, pipe};
 
 /// Shows how much time live GPU processes lose in pageable copies, and takes it back without a restart.
 #[derive(Parser)]
-#[command(version, max_term_width = 80)]
+#[command(name = "cmt", version, max_term_width = 80)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

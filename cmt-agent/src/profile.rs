@@ -1,5 +1,6 @@
 //! Profiles: a plan for copies in a file (`cmt/profile/1`).
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::{fmt, fs};
 
@@ -14,6 +15,8 @@ pub const SCHEMA: &str = "cmt/profile/1";
 const MOST_THREADS: u32 = 256;
 const MOST_BYTES: u64 = 1 << 30;
 const LEAST_SLICE: u64 = 4 << 10;
+/// No profile is longer, in bytes.
+const MOST_FILE: u64 = 1 << 20;
 
 /// Why a profile is refused.
 #[derive(Debug, thiserror::Error)]
@@ -79,10 +82,13 @@ enum Store {
 
 /// Reads a plan and checks that it makes sense.
 pub fn read(path: &Path) -> Result<Plan, ProfileError> {
-    let text = fs::read_to_string(path).map_err(|source| ProfileError::Read {
-        path: path.to_owned(),
-        source,
-    })?;
+    let mut text = String::new();
+    fs::File::open(path)
+        .and_then(|file| file.take(MOST_FILE).read_to_string(&mut text))
+        .map_err(|source| ProfileError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
     parse(&text, path)
 }
 

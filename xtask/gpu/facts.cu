@@ -1,4 +1,4 @@
-// What the driver does at edges that the copy engine relies on. Prints one line a fact; see EVIDENCE in docs/.
+// What the driver does at edges that the copy engine relies on. Prints one line a fact; see docs/benchmarks.md.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>

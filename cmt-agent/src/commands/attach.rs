@@ -1,5 +1,7 @@
 //! `cmt attach`: traces a process, swaps its copier, traces it again, and shows both.
 
+use std::fs::File;
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -15,7 +17,7 @@ use crate::target::Target;
 use crate::trace::report::Report;
 use crate::trace::{Snapshot, Targets, Tracer, duration};
 use crate::watch::{self, Slower};
-use crate::{html, keeper, wait};
+use crate::{html, keeper, pipe, wait};
 
 /// Swap the copier of a live process, and compare its copies before and after
 #[derive(clap::Args)]
@@ -92,6 +94,15 @@ struct Refused<'a> {
 /// Ctrl-C afterwards ends the second window early.
 pub fn run(args: Args) -> anyhow::Result<()> {
     let plan = args.profile.as_deref().map(profile::read).transpose()?;
+    let page = match &args.html {
+        Some(path) => Some((
+            File::create(path).with_context(|| {
+                format!("{} cannot be written; nothing was changed", path.display())
+            })?,
+            path,
+        )),
+        None => None,
+    };
     // Refusals come before any time is spent tracing.
     let mut target = Target::open(args.pid)?;
     target.cuda()?;
@@ -100,6 +111,17 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         .context("reading the target's CPU limits")?
         .threads();
     let plan = plan.unwrap_or_else(|| cmt_copy::plan::estimate(threads, 0));
+    if plan
+        .htod
+        .iter()
+        .chain(&plan.dtoh)
+        .all(|row| row.threads == 0)
+    {
+        bail!(
+            "nothing would be staged by this plan (process {} may use {threads} CPUs, and staging takes two); nothing was changed",
+            args.pid
+        );
+    }
 
     let tracing = !(args.before.is_zero() && args.after.is_zero());
     let tracer = tracing
@@ -118,28 +140,30 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let errors_before = injector::staged_errors(&mut target)?;
     let attached = keeper::attach(args.pid, &plan, threads)?;
     let after = window(tracer.as_ref(), "after", args.after)?;
-    let comparison = Comparison::new(&Window::new(&before.seen), &Window::new(&after.seen));
+    let comparison =
+        Comparison::new(&Window::new(&before.seen), &Window::new(&after.seen)).judged_by(&plan);
     // Copies that the original function refuses are the application's own affair.
     let staged_failed = injector::staged_errors(&mut target).unwrap_or(0) > errors_before;
     let failing = match staged_failed {
         true => watch::failing(&before.seen, &after.seen),
         false => Vec::new(),
     };
-    let revert = args.revert || !failing.is_empty();
+    let ended = tracer.as_ref().is_some_and(Tracer::ended);
     let mut handed_back = Vec::new();
-    if revert {
-        keeper::detach(args.pid)?;
-    } else {
+    // What has ended, or was detached from meanwhile, needs nothing more; the report is due all the same.
+    let end = if ended {
+        Ok(End::Gone)
+    } else if args.revert || !failing.is_empty() {
+        keeper::detach(args.pid).map(|_| End::Reverted)
+    } else if injector::is_attached(&mut target) {
         handed_back = watch::slower(&comparison);
-        hand_back(&mut target, &plan, &handed_back)?;
-    }
+        hand_back(&mut target, &plan, &handed_back).map(|()| End::Kept)
+    } else {
+        Ok(End::Gone)
+    };
     let pair_ns = tracer.as_ref().and_then(Tracer::pair_ns);
     drop(tracer);
 
-    if let Some(path) = &args.html {
-        std::fs::write(path, html::page(&target, &attached, &comparison))
-            .with_context(|| format!("writing {}", path.display()))?;
-    }
     if args.json {
         let object = Object {
             schema: "cmt/attach/1",
@@ -160,24 +184,46 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             compare: comparison.rows().collect(),
             handed_back: handed_back.iter().map(HandedBack::of).collect(),
             failing: &failing,
-            kept: !revert,
+            kept: matches!(end, Ok(End::Kept)),
         };
-        println!("{}", serde_json::to_string(&object)?);
+        pipe::print(&format!("{}\n", serde_json::to_string(&object)?))?;
     } else {
-        print_text(&target, &attached, &comparison, tracing);
+        let mut text = text(&target, &attached, &comparison, tracing);
+        if after.interrupted {
+            text += "\nThe second window was cut short.\n";
+        }
         for slower in &handed_back {
             let HandedBack {
                 direction,
                 size_class_bytes,
                 ratio,
             } = HandedBack::of(slower);
-            println!(
-                "\n{direction} {} was slower ({ratio:.2}x): such copies go to the original function again",
+            text += &format!(
+                "\n{direction} {} was slower ({ratio:.2}x): such copies go to the original\nfunction again\n",
                 compare::bytes(size_class_bytes)
             );
         }
-        print_end(args.pid, revert, &failing);
+        text += &match &end {
+            Ok(End::Kept) => format!(
+                "\nThe new copier stays. Take it out with: cmt detach {}\n",
+                args.pid
+            ),
+            Ok(End::Reverted) => {
+                format!("\nreverted: process {} copies as it did before\n", args.pid)
+            }
+            Ok(End::Gone) => format!(
+                "\nprocess {} has ended, or was detached from meanwhile\n",
+                args.pid
+            ),
+            Err(_) => String::new(),
+        };
+        pipe::print(&text)?;
     }
+    if let Some((mut file, path)) = page {
+        file.write_all(html::page(&target, &attached, &comparison).as_bytes())
+            .with_context(|| format!("writing {}", path.display()))?;
+    }
+    end?;
     if !failing.is_empty() {
         bail!(
             "copies that had not failed before began to fail ({}); process {} was detached again and copies as before",
@@ -221,37 +267,36 @@ fn hand_back(target: &mut Target, plan: &Plan, slower: &[Slower]) -> anyhow::Res
     Ok(())
 }
 
-fn print_text(target: &Target, attached: &Attached, comparison: &Comparison, tracing: bool) {
-    println!(
-        "attached to {} ({}): {} functions patched in {:.0} ms, {} threads stopped for {:.1} ms",
+/// How the attach ended.
+enum End {
+    /// The new copier stays.
+    Kept,
+    /// Detached again.
+    Reverted,
+    /// The process has ended, or somebody else has detached from it.
+    Gone,
+}
+
+fn text(target: &Target, attached: &Attached, comparison: &Comparison, tracing: bool) -> String {
+    let mut text = format!(
+        "attached to {} ({}) in {:.0} ms:\n{} functions patched, {} threads stopped for {:.1} ms\n",
         target.pid,
         target.comm,
-        attached.patched.len(),
         attached.took.as_secs_f64() * 1e3,
+        attached.patched.len(),
         attached.commit.threads,
         attached.commit.pause.as_secs_f64() * 1e3,
     );
     for (function, reason) in &attached.refused {
-        println!("not patched: {function}: {reason}");
+        text += &format!("not patched: {function}: {reason}\n");
     }
-    println!();
     if comparison.rows().next().is_some() {
-        print!("{}", comparison.text());
+        text += &format!("\n{}", comparison.text());
     } else if tracing {
-        println!(
-            "no copy with pageable memory was seen; `cmt trace {}` shows what there is",
+        text += &format!(
+            "\nno copy with pageable memory was seen; `cmt trace {}` shows what there is\n",
             target.pid
         );
     }
-}
-
-fn print_end(pid: u32, reverted: bool, failing: &[&str]) {
-    if !failing.is_empty() {
-        return; // The error says it.
-    }
-    if reverted {
-        println!("\nreverted: process {pid} copies as it did before");
-    } else {
-        println!("\nThe new copier stays. Take it out with: cmt detach {pid}");
-    }
+    text
 }

@@ -2,8 +2,8 @@
 
 use cmt_common::api::HOOKED;
 
-use crate::keeper;
 use crate::target::Target;
+use crate::{keeper, pipe};
 
 /// Take the staging copier out of a process again
 #[derive(clap::Args)]
@@ -16,13 +16,12 @@ pub struct Args {
 pub fn run(args: Args) -> anyhow::Result<()> {
     let target = Target::open(args.pid)?;
     let done = keeper::detach(args.pid)?;
-    println!(
-        "detached from {} ({}): {} of {HOOKED} functions restored, threads stopped for {} µs, {:.0} ms in all",
+    pipe::print(&format!(
+        "detached from {} ({}) in {:.0} ms:\n{} of {HOOKED} functions restored, threads stopped for {:.1} ms\n",
         target.pid,
         target.comm,
-        done.restored,
-        done.pause.as_micros(),
         done.took.as_secs_f64() * 1e3,
-    );
-    Ok(())
+        done.restored,
+        done.pause.as_secs_f64() * 1e3,
+    ))
 }

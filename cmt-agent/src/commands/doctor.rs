@@ -4,6 +4,7 @@ use anyhow::bail;
 use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width, presets};
 
 use crate::doctor::{Check, Report, State, examine};
+use crate::pipe;
 
 /// Report and table both fit a terminal of this width.
 const COLUMNS: u16 = 80;
@@ -11,7 +12,7 @@ const COLUMNS: u16 = 80;
 /// Check whether trace and attach would work on this machine
 #[derive(clap::Args)]
 pub struct Args {
-    /// Print one JSON object
+    /// Print one JSON object (cmt/doctor/1)
     #[arg(long)]
     json: bool,
 }
@@ -20,9 +21,9 @@ pub struct Args {
 pub fn run(args: Args) -> anyhow::Result<()> {
     let report = examine();
     if args.json {
-        println!("{}", serde_json::to_string(&report)?);
+        pipe::print(&format!("{}\n", serde_json::to_string(&report)?))?;
     } else {
-        println!("{}", text(&report));
+        pipe::print(&format!("{}\n", text(&report)))?;
     }
     match (report.trace, report.attach) {
         (true, true) => Ok(()),
@@ -40,7 +41,7 @@ fn text(report: &Report) -> String {
     for check in &report.checks {
         table.add_row([state(check), check.name.to_string(), explain(check)]);
     }
-    for (column, width) in [(0, 9), (1, 16)] {
+    for (column, width) in [(0, 9), (1, 24)] {
         if let Some(column) = table.column_mut(column) {
             column.set_constraint(ColumnConstraint::Absolute(Width::Fixed(width)));
         }

@@ -10,15 +10,15 @@ use comfy_table::{Table, presets};
 use serde::Serialize;
 
 use crate::injector::{self, ControlMap};
-use crate::profile;
 use crate::target::Target;
+use crate::{pipe, profile};
 
 /// Show which processes are attached and what the payload counted in them
 #[derive(clap::Args)]
 pub struct Args {
     /// Process to look at; all attached ones if none is named
     pid: Option<u32>,
-    /// Print one JSON object (`cmt/status/1`)
+    /// Print one JSON object (cmt/status/1)
     #[arg(long)]
     json: bool,
 }
@@ -67,20 +67,18 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         Some(pid) => vec![one(pid)?],
         None => all(),
     };
-    if args.json {
+    let text = if args.json {
         let report = Report {
             schema: "cmt/status/1",
             processes,
         };
-        println!("{}", serde_json::to_string(&report)?);
+        format!("{}\n", serde_json::to_string(&report)?)
     } else if processes.is_empty() {
-        println!("no process is attached");
+        "no process is attached\n".to_owned()
     } else {
-        for process in &processes {
-            print_process(process);
-        }
-    }
-    Ok(())
+        processes.iter().map(text_of).collect()
+    };
+    pipe::print(&text)
 }
 
 fn one(pid: u32) -> anyhow::Result<Process> {
@@ -161,17 +159,18 @@ fn describe(target: &Target, control: &ControlMap) -> Process {
     }
 }
 
-fn print_process(process: &Process) {
+fn text_of(process: &Process) -> String {
+    let mut text = String::new();
     let since = process
         .attached_s
         .map(|s| format!(" for {s:.0} s"))
         .unwrap_or_default();
-    println!(
-        "{} ({}): {}{since}",
+    text += &format!(
+        "{} ({}): {}{since}\n",
         process.pid, process.comm, process.state
     );
-    println!(
-        "  engine {}, {} functions patched, {} helpers, {:.1} MiB pinned",
+    text += &format!(
+        "  engine {}, {} functions patched, {} helpers, {:.1} MiB pinned\n",
         process.engine,
         process.patched.len(),
         process.helpers,
@@ -198,13 +197,17 @@ fn print_process(process: &Process) {
     if process.panics > 0 {
         table.add_row(["panics caught".to_owned(), process.panics.to_string()]);
     }
-    println!("{table}");
+    text += &format!(
+        "{table}
+"
+    );
     if process.attached_s.is_some() {
         for (direction, rows) in [("HtoD", &process.plan.htod), ("DtoH", &process.plan.dtoh)] {
-            println!(" plan for {direction}");
+            text += &format!(" plan for {direction}\n");
             for row in rows {
-                println!("   {row}");
+                text += &format!("   {row}\n");
             }
         }
     }
+    text
 }

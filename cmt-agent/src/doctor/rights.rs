@@ -11,6 +11,7 @@ const CAP_SYS_PTRACE: u64 = 1 << 19;
 const CAP_SYS_ADMIN: u64 = 1 << 21;
 const CAP_PERFMON: u64 = 1 << 38;
 const CAP_BPF: u64 = 1 << 39;
+const CAP_CHECKPOINT_RESTORE: u64 = 1 << 40;
 
 struct Capability {
     name: &'static str,
@@ -21,7 +22,7 @@ struct Capability {
 }
 
 /// From capabilities(7); CAP_SYS_ADMIN includes CAP_BPF and CAP_PERFMON.
-const CAPABILITIES: [Capability; 3] = [
+const CAPABILITIES: [Capability; 4] = [
     Capability {
         name: "CAP_BPF",
         need: Trace,
@@ -39,6 +40,12 @@ const CAPABILITIES: [Capability; 3] = [
         need: Attach,
         any_of: CAP_SYS_PTRACE,
         meaning: "only processes of this user can be looked at, and none attached to where ptrace is restricted",
+    },
+    Capability {
+        name: "CAP_CHECKPOINT_RESTORE",
+        need: Attach,
+        any_of: CAP_CHECKPOINT_RESTORE | CAP_SYS_ADMIN,
+        meaning: "the memory that cmt shares with a target cannot be opened",
     },
 ];
 
@@ -58,7 +65,7 @@ fn check(capability: &Capability, held: u64) -> Check {
     }
     Check::new(capability.name, capability.need, State::Failed, "missing").but(
         capability.meaning,
-        "run cmt as root (sudo cmt …), or: setcap cap_bpf,cap_perfmon,cap_sys_ptrace+ep cmt",
+        "run cmt as root (sudo cmt …), or: setcap cap_bpf,cap_perfmon,cap_sys_ptrace,cap_checkpoint_restore+ep cmt",
     )
 }
 
@@ -92,12 +99,18 @@ mod tests {
     #[test]
     fn a_capability_can_be_part_of_a_wider_one() {
         for (held, states) in [
-            (0, [State::Failed; 3]),
-            (CAP_SYS_ADMIN, [State::Ok, State::Ok, State::Failed]),
-            (CAP_BPF, [State::Ok, State::Failed, State::Failed]),
+            (0, [State::Failed; 4]),
             (
-                CAP_BPF | CAP_PERFMON | CAP_SYS_PTRACE,
-                [State::Ok, State::Ok, State::Ok],
+                CAP_SYS_ADMIN,
+                [State::Ok, State::Ok, State::Failed, State::Ok],
+            ),
+            (
+                CAP_BPF,
+                [State::Ok, State::Failed, State::Failed, State::Failed],
+            ),
+            (
+                CAP_BPF | CAP_PERFMON | CAP_SYS_PTRACE | CAP_CHECKPOINT_RESTORE,
+                [State::Ok; 4],
             ),
         ] {
             let found = CAPABILITIES.each_ref().map(|one| check(one, held).state);

@@ -153,6 +153,11 @@ pub enum InjectError {
         #[source]
         source: io::Error,
     },
+    /// The control block could not be opened, once it is there.
+    #[error(
+        "attaching needs CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN: run cmt as root (sudo cmt …); nothing was changed"
+    )]
+    NoMapFiles,
     /// The control block could not be mapped.
     #[error(
         "process {pid}: mapping the control block (needs CAP_SYS_ADMIN or CAP_CHECKPOINT_RESTORE; run as root)"
@@ -194,6 +199,14 @@ pub struct Detached {
     pub pause: Duration,
 }
 
+/// Whether the kernel lets us open `/proc/PID/map_files` (proc(5)).
+fn may_open_maps() -> bool {
+    const NEEDED: u64 = 1 << 40 | 1 << 21; // CAP_CHECKPOINT_RESTORE, CAP_SYS_ADMIN
+    procfs::process::Process::myself()
+        .and_then(|process| process.status())
+        .is_ok_and(|status| status.capeff & NEEDED != 0)
+}
+
 /// Keeps a second `cmt` away from the same target; released when dropped, or when this process dies.
 fn lock(pid: u32) -> Result<Flock<std::fs::File>, InjectError> {
     let file = std::fs::File::open(format!("/proc/{pid}/status"))
@@ -227,6 +240,9 @@ pub fn find_control(target: &mut Target) -> Result<Option<ControlMap>, InjectErr
 
 /// Refuses what cannot be attached to for what an earlier attach left in it. Changes nothing.
 pub fn check_attachable(target: &mut Target) -> Result<(), InjectError> {
+    if !may_open_maps() {
+        return Err(InjectError::NoMapFiles);
+    }
     let Some(control) = find_control(target)? else {
         return Ok(());
     };
@@ -247,6 +263,7 @@ pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Atta
     let pid = target.pid;
     let _lock = lock(pid)?;
     target.refresh_maps()?;
+    check_attachable(target)?;
     clear_leftovers(target);
     let libc = target.libc()?;
     let cuda = target.cuda()?;
@@ -256,7 +273,6 @@ pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Atta
             (cave.0, Some(cave.1), held)
         }
         Some(control) => {
-            check_attachable(target)?;
             if has_control_thread(target, &control) {
                 (control, None, Duration::ZERO) // An earlier cmt died on its way; go on from there.
             } else {
@@ -332,6 +348,15 @@ pub fn set_plan(target: &mut Target, plan: &Plan) -> Result<(), InjectError> {
     check_owner(target, &control)?;
     control.set_plan(plan);
     Ok(control.command(command::SET_PLAN, STEP_LIMIT)?)
+}
+
+/// Whether the process is attached to at this moment.
+pub fn is_attached(target: &mut Target) -> bool {
+    target.refresh_maps().is_ok()
+        && find_control(target)
+            .ok()
+            .flatten()
+            .is_some_and(|control| control.state.load(Ordering::Acquire) == state::ENABLED)
 }
 
 /// How many staged copies returned an error of the driver since the payload was loaded.

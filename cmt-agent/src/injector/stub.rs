@@ -225,7 +225,7 @@ std::arch::global_asm!(
     "jnz 4b",
     "5:",
     "cmp eax, {LOAD}",
-    "jne 8f",
+    "jne 13f",
     "lea rdi, [rbx + {path}]",
     "mov esi, 2",
     "call qword ptr [rbx + {dlopen}]",
@@ -266,6 +266,15 @@ std::arch::global_asm!(
     "mov eax, 202", // futex wake
     "syscall",
     "jmp 9f",
+    // Given up before anything was loaded: nothing stays.
+    "13:",
+    "mov edi, dword ptr [rbx + {payload_fd}]",
+    "mov eax, 3",
+    "syscall",
+    "mov rdi, rbx",
+    "mov esi, {control_bytes}",
+    "mov eax, 11", // munmap
+    "syscall",
     "10:",
     "mov edi, r12d",
     "mov eax, 3", // close

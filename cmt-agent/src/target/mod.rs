@@ -92,6 +92,8 @@ pub enum TargetError {
         comm: String,
         /// Whose it is.
         uid: u32,
+        /// What to do.
+        remedy: &'static str,
     },
     /// Another machine's program.
     #[error("process {pid} ({comm}) is {found}; this cmt attaches to x86-64 programs only")]
@@ -234,6 +236,10 @@ impl Target {
             pid,
             comm: comm.clone(),
             uid: status.euid,
+            remedy: match Uid::effective().is_root() {
+                true => "it holds rights that this root lacks; run cmt outside the container",
+                false => "run cmt as root (sudo cmt …)",
+            },
         };
         if process.stat().map_err(gone)?.flags & PF_KTHREAD != 0 {
             return Err(TargetError::KernelThread { pid, comm });

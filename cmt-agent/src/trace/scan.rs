@@ -445,11 +445,20 @@ fn named_process(pid: u32, number: u16) -> Result<Watched, TraceError> {
 /// The maps of a process; empty for a kernel thread and for one that has ended.
 fn read_maps(pid: u32) -> Result<Vec<MemoryMap>, String> {
     match Proc::new(pid as i32).and_then(|process| process.maps()) {
+        // The kernel shows no mapping at all of a process that we may not look at.
+        Ok(maps) if maps.0.is_empty() && has_memory(pid) => Err(rights::reason()),
         Ok(maps) => Ok(maps.into_iter().collect()),
         Err(procfs::ProcError::NotFound(_)) => Ok(Vec::new()),
         Err(procfs::ProcError::PermissionDenied(_)) => Err(rights::reason()),
         Err(error) => Err(error.to_string()),
     }
+}
+
+/// False for a kernel thread and for a process that has ended.
+fn has_memory(pid: u32) -> bool {
+    Proc::new(pid as i32)
+        .and_then(|process| process.stat())
+        .is_ok_and(|stat| stat.vsize > 0)
 }
 
 /// When a process started, in clock ticks since boot; `None` once it has ended.
