@@ -97,6 +97,7 @@ fn ask<T: DeserializeOwned>(job: &[&str], input: &str) -> anyhow::Result<T> {
 
 /// Runs as the keeper.
 pub fn run(args: Args) -> anyhow::Result<()> {
+    injector::reap_the_ended();
     let text = match args.job {
         Job::Attach { pid, threads } => answer(attach_here(pid, threads)),
         Job::Detach { pid } => answer(detach_here(pid)),

@@ -9,6 +9,7 @@
 )]
 
 pub mod hook;
+mod reserve;
 mod route;
 mod service;
 

@@ -12,6 +12,8 @@ use crate::target::Target;
 
 /// Longest that threads may take to stop.
 const STOP_LIMIT: Duration = Duration::from_millis(200);
+/// How many of the tries only hold threads for as long as a stop takes that meets no obstacle.
+const SHORT_TRIES: u32 = 5;
 /// How often a commit is tried when a thread stands where it cannot be moved from.
 const TRIES: u32 = 50;
 /// How long a thread that does not stop is given, all threads running on in between.
@@ -43,7 +45,7 @@ impl Patch {
 /// What a commit did.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Committed {
-    /// From the first thread stopped to the last one running again.
+    /// From the first thread stopped to the last one running again; of several tries the longest.
     pub pause: Duration,
     /// How many threads were stopped.
     pub threads: usize,
@@ -60,21 +62,38 @@ pub fn commit(
     cave: Option<Cave>,
 ) -> Result<Committed, InjectError> {
     let deadline = Instant::now() + PATIENCE;
-    for _ in 0..TRIES {
+    // Threads of ours have computed addresses in the windows and may still have them on their stacks.
+    let ours: Vec<i32> = target
+        .threads()?
+        .into_iter()
+        .filter(|&tid| super::is_ours(&super::thread_name(target.pid, tid)))
+        .collect();
+    let mut longest = Duration::ZERO;
+    for attempt in 0..TRIES {
         let list = || target.threads().ok();
-        let (mut stopped, since) = match threads::stop_all(list, STOP_LIMIT) {
+        // A thread deep in the kernel stops late: at first the others are let go again rather than held until then.
+        let limit = match attempt {
+            0..SHORT_TRIES => short_limit(target.threads()?.len()),
+            _ => STOP_LIMIT,
+        };
+        let (mut stopped, since) = match threads::stop_all(list, limit) {
             Ok(stopped) => stopped,
             // Perhaps it only waits for a processor.
-            Err(ThreadError::DoesNotStop { .. }) if Instant::now() < deadline => continue,
+            Err(ThreadError::DoesNotStop { .. })
+                if attempt < SHORT_TRIES || Instant::now() < deadline =>
+            {
+                longest = longest.max(limit);
+                continue;
+            }
             Err(error) => return Err(error.into()),
         };
-        if let Some(done) = try_commit(target, patches, cave, &mut stopped)? {
+        if let Some(done) = try_commit(target, patches, cave, &ours, &mut stopped)? {
             let threads = stopped.len();
             for thread in stopped {
                 thread.resume();
             }
             return Ok(Committed {
-                pause: since.elapsed(),
+                pause: longest.max(since.elapsed()),
                 threads,
                 cave_cleared: done,
             });
@@ -85,11 +104,17 @@ pub fn commit(
     Err(InjectError::WindowBusy { tries: TRIES })
 }
 
+/// How long stopping this many threads takes where none of them is deep in the kernel, with room to spare.
+fn short_limit(threads: usize) -> Duration {
+    Duration::from_micros(1500 + 40 * threads as u64)
+}
+
 /// `None` if a thread stands in the way; else whether the cave was cleared.
 fn try_commit(
     target: &Target,
     patches: &[Patch],
     cave: Option<Cave>,
+    ours: &[i32],
     stopped: &mut [Stopped],
 ) -> Result<Option<bool>, InjectError> {
     let write_error = |source| InjectError::Write {
@@ -101,7 +126,7 @@ fn try_commit(
         let stack = target.memory.read_up_to(thread.regs.rsp, STACK_SCAN);
         for bytes in stack.chunks_exact(8) {
             let word = u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
-            if patches.iter().any(|patch| patch.breaks(word)) {
+            if patches.iter().any(|patch| patch.breaks(word)) && !ours.contains(&thread.tid) {
                 return Ok(None);
             }
             cave_in_use |= cave.is_some_and(|cave| cave.contains(word));

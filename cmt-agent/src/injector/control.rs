@@ -60,6 +60,12 @@ pub enum CommandError {
         /// Its words.
         message: String,
     },
+    /// It has ended.
+    #[error("the process ended before the payload could {what}")]
+    Ended {
+        /// What it was told to do.
+        what: &'static str,
+    },
     /// It did not answer.
     #[error("the payload did not {what} within {waited_s} s")]
     NoAnswer {
@@ -224,7 +230,12 @@ impl ControlMap {
     }
 
     /// Gives a command and waits until it is carried out.
-    pub fn command(&self, number: u32, limit: Duration) -> Result<(), CommandError> {
+    pub fn command(
+        &self,
+        target: &Target,
+        number: u32,
+        limit: Duration,
+    ) -> Result<(), CommandError> {
         let what = match number {
             command::PREPARE => "prepare its hooks",
             command::ENABLE => "start copying",
@@ -239,6 +250,7 @@ impl ControlMap {
             .wrapping_add(1);
         wake(&self.command_seq);
         let deadline = Instant::now() + limit;
+        let mut asked = 0u32;
         while self.done_seq.load(Ordering::Acquire) != seq {
             if Instant::now() >= deadline {
                 return Err(CommandError::NoAnswer {
@@ -247,6 +259,10 @@ impl ControlMap {
                 });
             }
             std::thread::sleep(Duration::from_micros(50));
+            asked += 1;
+            if asked.is_multiple_of(200) && target.has_ended() {
+                return Err(CommandError::Ended { what });
+            }
         }
         match self.result.load(Ordering::Acquire) {
             0 => Ok(()),

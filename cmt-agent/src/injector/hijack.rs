@@ -17,6 +17,8 @@ const RED_ZONE: u64 = 128;
 /// How much of a stack is looked through for signs of malloc or the loader. Their frames are small and innermost: neither
 /// calls out while it holds a lock that `pthread_create` takes.
 const STACK_SCAN: usize = 1 << 10;
+/// How much of a stack is looked through for the frame of a signal handler, which may have interrupted anything.
+const HANDLER_SCAN: usize = 16 << 10;
 /// How long we look for a thread that can be hijacked.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -214,7 +216,7 @@ fn stop_if_safe(
     {
         return Ok(None);
     }
-    let stack = target.memory.read_up_to(thread.regs.rsp, STACK_SCAN);
+    let stack = target.memory.read_up_to(thread.regs.rsp, HANDLER_SCAN);
     let suspicious = danger.on_stack(&stack, parked.then_some(call));
     Ok((!suspicious).then_some(thread))
 }
@@ -248,6 +250,8 @@ struct DangerZones {
     locking: Vec<(u64, u64)>,
     /// Allocators that stand in for libc's. They may sleep while they hold a lock.
     allocators: Vec<(u64, u64)>,
+    /// Where signal handlers return to.
+    handlers: Vec<(u64, u64)>,
     /// Where a running thread must not stand: the above with their local helpers, and single-stepped probes.
     running: Vec<(u64, u64)>,
 }
@@ -344,9 +348,13 @@ impl DangerZones {
                 .filter(|map| matches!(&map.pathname, MMapPath::Other(name) if name == "uprobes"))
                 .map(|map| map.address),
         );
+        let handlers = code_of(&["libc.so", "libc-2.", "libpthread"])
+            .flat_map(|code| find_restorers(target, code))
+            .collect();
         Self {
             locking,
             allocators,
+            handlers,
             running,
         }
     }
@@ -368,12 +376,15 @@ impl DangerZones {
             ]
             .contains(&call)
         });
-        stack
-            .chunks_exact(8)
-            .map(|bytes| u64::from_le_bytes(bytes.try_into().expect("eight bytes")))
-            .any(|word| {
-                within(&self.allocators, word) || (!waits_only && within(&self.locking, word))
-            })
+        let words = || {
+            stack
+                .chunks_exact(8)
+                .map(|bytes| u64::from_le_bytes(bytes.try_into().expect("eight bytes")))
+        };
+        let top = STACK_SCAN / 8;
+        words().take(top).any(|word| {
+            within(&self.allocators, word) || (!waits_only && within(&self.locking, word))
+        }) || words().any(|word| within(&self.handlers, word))
     }
 
     fn forbids_running_at(&self, rip: u64) -> bool {
@@ -381,6 +392,22 @@ impl DangerZones {
             .iter()
             .any(|&(start, end)| (start..end).contains(&rip))
     }
+}
+
+/// libc's `__restore_rt`, to which every signal handler returns: `mov rax, 15; syscall`.
+fn find_restorers(target: &Target, code: (u64, u64)) -> Vec<(u64, u64)> {
+    const RESTORE: [u8; 9] = [0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05];
+    const MOST_CODE: u64 = 8 << 20;
+    let bytes = target
+        .memory
+        .read_up_to(code.0, (code.1 - code.0).min(MOST_CODE) as usize);
+    bytes
+        .windows(RESTORE.len())
+        .enumerate()
+        .filter(|(_, window)| *window == RESTORE)
+        .map(|(offset, _)| code.0 + offset as u64)
+        .map(|start| (start, start + RESTORE.len() as u64))
+        .collect()
 }
 
 fn empty_data() -> StubData {

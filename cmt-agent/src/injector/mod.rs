@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 pub use commit::{Committed, Patch};
 pub use control::{CommandError, ControlMap, HookState};
 use hijack::{Cave, Job};
-pub use threads::ThreadError;
+pub use threads::{ThreadError, reap_the_ended};
 
 use crate::target::{Target, TargetError};
 
@@ -110,7 +110,7 @@ pub enum InjectError {
     },
     /// The bootstrap did not come up.
     #[error(
-        "the target did not start a thread for the payload within {waited_s} s (thread or memory limit?); its copies are unchanged"
+        "the target did not start a thread for the payload within {waited_s} s (limit of threads, descriptors or memory?); its copies are unchanged"
     )]
     NoBootstrap {
         /// How long we waited.
@@ -264,6 +264,7 @@ pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Atta
     let _lock = lock(pid)?;
     target.refresh_maps()?;
     check_attachable(target)?;
+    threads::check_stoppable(|| target.threads().ok())?;
     clear_leftovers(target);
     let libc = target.libc()?;
     let cuda = target.cuda()?;
@@ -347,7 +348,7 @@ pub fn set_plan(target: &mut Target, plan: &Plan) -> Result<(), InjectError> {
     let control = find_control(target)?.ok_or(InjectError::NotAttached { pid })?;
     check_owner(target, &control)?;
     control.set_plan(plan);
-    Ok(control.command(command::SET_PLAN, STEP_LIMIT)?)
+    Ok(control.command(target, command::SET_PLAN, STEP_LIMIT)?)
 }
 
 /// Whether the process is attached to at this moment.
@@ -393,6 +394,7 @@ fn load(
     libc: &crate::target::Libc,
     cuda: &crate::target::Cuda,
 ) -> Result<((ControlMap, Cave), Duration), InjectError> {
+    target.check_address_space()?;
     let known = target.control_addresses();
     let (cave, _, held) = hijack::launch(target, libc, Job::Load)?;
     let deadline = Instant::now() + STEP_LIMIT;
@@ -435,6 +437,10 @@ fn fill_and_start(
 ) -> Result<(), InjectError> {
     let pid = target.pid;
     let fd = control.boot.payload_fd.load(Ordering::Acquire);
+    if fd > i32::MAX as u32 {
+        let message = "it may open no more descriptors (RLIMIT_NOFILE)".to_owned();
+        return Err(InjectError::NotLoaded { message });
+    }
     put_payload(pid, fd).map_err(|source| InjectError::Write { pid, source })?;
     control.set_boot_text(&format!("/proc/self/fd/{fd}"), PAYLOAD_ENTRY);
     control.boot.dlopen.store(libc.dlopen, Ordering::Relaxed);
@@ -475,11 +481,14 @@ fn wait_running(target: &Target, control: &ControlMap) -> Result<(), InjectError
         match control.boot.state.load(Ordering::Acquire) {
             boot::RUNNING => break,
             boot::FAILED => {
-                let message = match control.boot_message() {
-                    text if text.is_empty() => control.message(),
-                    text => text,
-                };
+                let message = [control.boot_message(), control.message()]
+                    .into_iter()
+                    .find(|text| !text.is_empty())
+                    .unwrap_or_else(|| "it could not start its thread (thread limit?)".to_owned());
                 return Err(InjectError::NotLoaded { message });
+            }
+            _ if target.has_ended() => {
+                return Err(TargetError::NoSuchProcess { pid: target.pid }.into());
             }
             _ if Instant::now() >= deadline => {
                 let message =
@@ -530,7 +539,7 @@ fn patch_and_enable(
     max_threads: u32,
     cave: Option<Cave>,
 ) -> Result<Committed, InjectError> {
-    control.command(command::PREPARE, STEP_LIMIT)?;
+    control.command(target, command::PREPARE, STEP_LIMIT)?;
     let hooks: Vec<HookState> = (0..HOOKED).map(|index| control.hook(index)).collect();
     let ready: Vec<usize> = (0..HOOKED)
         .filter(|&index| hooks[index].status == hook::PREPARED)
@@ -560,7 +569,7 @@ fn patch_and_enable(
     }
     control.set_plan(plan);
     control.max_threads.store(max_threads, Ordering::Release);
-    control.command(command::ENABLE, STEP_LIMIT)?;
+    control.command(target, command::ENABLE, STEP_LIMIT)?;
     Ok(committed)
 }
 
@@ -570,7 +579,7 @@ fn unpatch_and_stop(
 ) -> Result<(usize, Duration), InjectError> {
     let alive = has_control_thread(target, control);
     if alive {
-        control.command(command::DISABLE, DRAIN_LIMIT)?;
+        control.command(target, command::DISABLE, DRAIN_LIMIT)?;
     }
     let patches: Vec<Patch> = (0..HOOKED)
         .map(|index| control.hook(index))
@@ -582,18 +591,22 @@ fn unpatch_and_stop(
             moves: Vec::new(),
         })
         .collect();
-    let committed = commit::commit(target, &patches, None)?;
+    // Where nothing was patched yet, nothing needs to stand still.
+    let pause = match patches.is_empty() {
+        true => Duration::ZERO,
+        false => commit::commit(target, &patches, None)?.pause,
+    };
     for slot in &control.hooks {
         slot.committed.store(0, Ordering::Release);
     }
     if alive {
-        control.command(command::STOP, DRAIN_LIMIT)?;
+        control.command(target, command::STOP, DRAIN_LIMIT)?;
         let deadline = Instant::now() + STEP_LIMIT;
         while has_thread(target, is_ours) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(200));
         }
     }
-    Ok((patches.len(), committed.pause))
+    Ok((patches.len(), pause))
 }
 
 fn is_patched(target: &Target, hook: &HookState) -> bool {

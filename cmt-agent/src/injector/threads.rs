@@ -4,7 +4,9 @@
 //! dies. All calls for one thread must come from the thread of ours that seized it.
 #![expect(unsafe_code, reason = "ptrace requests that nix does not wrap")]
 
+use std::collections::BTreeSet;
 use std::fs;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -78,11 +80,24 @@ impl Seized {
     /// Starts tracing a thread without stopping it.
     pub fn seize(tid: i32) -> Result<Self, ThreadError> {
         match ptrace::seize(Pid::from_raw(tid), ptrace::Options::empty()) {
-            Ok(()) => Ok(Self {
-                tid,
-                detached: false,
-            }),
+            Ok(()) => {
+                SEIZED
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .insert(tid);
+                Ok(Self {
+                    tid,
+                    detached: false,
+                })
+            }
             Err(Errno::ESRCH) => Err(ThreadError::Gone { tid }),
+            // One that did not stop the last time is still ours.
+            Err(Errno::EPERM) if tracer_of(tid) == Some(nix::unistd::gettid().as_raw()) => {
+                Ok(Self {
+                    tid,
+                    detached: false,
+                })
+            }
             Err(errno) => Err(ThreadError::Refused { tid, errno }),
         }
     }
@@ -431,13 +446,13 @@ pub fn stop_all(
             return Ok((stopped, since));
         }
         fresh.retain(|seized| seized.interrupt().is_ok());
-        for mut seized in fresh {
+        while let Some(mut seized) = fresh.pop() {
             match seized.wait(deadline) {
                 Ok(thread) => stopped.push(thread),
                 Err(ThreadError::Gone { .. }) => {}
                 Err(error) => {
-                    // Before those that still have to stop are waited for.
-                    drop(stopped);
+                    // Before the one that does not stop is waited for.
+                    drop((stopped, fresh));
                     return Err(error);
                 }
             }
@@ -445,15 +460,84 @@ pub fn stop_all(
     }
 }
 
-fn has_ended(tid: i32) -> bool {
-    match fs::read_to_string(format!("/proc/{tid}/stat")) {
-        Err(_) => true,
-        // The state follows the name, which is in brackets and may hold anything.
-        Ok(stat) => stat
-            .rsplit(')')
-            .next()
-            .is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X'])),
+/// Refuses a process with a thread that will not stop: one that has been in uninterruptible sleep for as long as we
+/// looked, as the parent of a vfork is. Nothing is stopped for this.
+pub fn check_stoppable(list: impl Fn() -> Option<Vec<i32>>) -> Result<(), ThreadError> {
+    const LOOKS: u32 = 100;
+    const PAUSE: Duration = Duration::from_millis(20);
+    // One that wakes now and then can be stopped then.
+    let mut asleep: Vec<_> = list()
+        .ok_or(ThreadError::NoList)?
+        .into_iter()
+        .map(|tid| (tid, switches_of(tid)))
+        .collect();
+    for _ in 0..LOOKS {
+        asleep
+            .retain(|&(tid, switches)| state_of(tid) == Some('D') && switches_of(tid) == switches);
+        if asleep.is_empty() {
+            return Ok(());
+        }
+        std::thread::sleep(PAUSE);
     }
+    Err(ThreadError::DoesNotStop {
+        tid: asleep[0].0,
+        waited_ms: u128::from(LOOKS) * PAUSE.as_millis(),
+    })
+}
+
+/// How often a thread went to sleep so far.
+fn switches_of(tid: i32) -> Option<u64> {
+    let status = fs::read_to_string(format!("/proc/{tid}/status")).ok()?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))?;
+    line.trim().parse().ok()
+}
+
+/// Reaps traced threads that have ended, from a thread of its own for as long as this process lives.
+///
+/// A thread that execs waits until all others of its process are reaped, and whoever seizes it waits for the exec:
+/// a target that execs while we stop it and we would wait for each other for ever.
+///
+/// Only zombies are waited for: a wait for any would take the stops of the others, too.
+pub fn reap_the_ended() {
+    std::thread::spawn(|| {
+        loop {
+            std::thread::sleep(Duration::from_millis(10));
+            let seized = SEIZED
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone();
+            for tid in seized {
+                if state_of(tid) == Some('Z') {
+                    let _ = poll_stop(tid);
+                }
+            }
+        }
+    });
+}
+
+/// Threads that this process has ever seized.
+static SEIZED: Mutex<BTreeSet<i32>> = Mutex::new(BTreeSet::new());
+
+/// The thread that traces `tid`, if one does.
+fn tracer_of(tid: i32) -> Option<i32> {
+    let status = fs::read_to_string(format!("/proc/{tid}/status")).ok()?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("TracerPid:"))?;
+    line.trim().parse().ok().filter(|&tracer| tracer != 0)
+}
+
+fn has_ended(tid: i32) -> bool {
+    matches!(state_of(tid), None | Some('Z' | 'X'))
+}
+
+/// The kernel's letter for what a thread does; `None` if there is no such thread.
+fn state_of(tid: i32) -> Option<char> {
+    // It follows the name, which is in brackets and may hold anything.
+    let stat = fs::read_to_string(format!("/proc/{tid}/stat")).ok()?;
+    stat.rsplit(')').next()?.trim_start().chars().next()
 }
 
 fn zero_regs() -> libc::user_regs_struct {

@@ -143,6 +143,20 @@ pub enum TargetError {
         /// Its name.
         comm: String,
     },
+    /// It may map little more.
+    #[error(
+        "process {pid} ({comm}) may map only {left_mib} MiB more (RLIMIT_AS); attaching needs {needed_mib} MiB. Raise it with: prlimit --pid {pid} --as"
+    )]
+    AddressSpace {
+        /// As given.
+        pid: u32,
+        /// Its name.
+        comm: String,
+        /// What is left.
+        left_mib: u64,
+        /// What there must be.
+        needed_mib: u64,
+    },
     /// Its symbols could not be read.
     #[error("process {pid}: reading the symbols of {library}")]
     Symbols {
@@ -283,8 +297,35 @@ impl Target {
             process,
         };
         target.check_libc()?;
-
         Ok(target)
+    }
+
+    /// Refuses a process near its limit: an allocation that fails inside the payload would end it.
+    pub fn check_address_space(&self) -> Result<(), TargetError> {
+        const NEEDED: u64 = 64 << 20;
+        let limit = self.process.limits().map(|limits| limits.max_address_space);
+        let size = self.process.stat().map(|stat| stat.vsize);
+        let (Ok(limit), Ok(size)) = (limit, size) else {
+            return Ok(()); // The bootstrap finds out.
+        };
+        if let procfs::process::LimitValue::Value(most) = limit.soft_limit
+            && most.saturating_sub(size) < NEEDED
+        {
+            return Err(TargetError::AddressSpace {
+                pid: self.pid,
+                comm: self.comm.clone(),
+                left_mib: most.saturating_sub(size) >> 20,
+                needed_mib: NEEDED >> 20,
+            });
+        }
+        Ok(())
+    }
+
+    /// True once the process has exited, or its main thread has.
+    pub fn has_ended(&self) -> bool {
+        self.process
+            .stat()
+            .map_or(true, |stat| matches!(stat.state, 'Z' | 'X'))
     }
 
     /// Reads the mappings again.
@@ -466,7 +507,10 @@ impl Target {
             return Ok(());
         }
         if self
-            .library(|name| name.starts_with("ld-musl-") || name.starts_with("libc.musl-"))
+            .library(|name| {
+                // Debian's loader is a link to musl's own name.
+                name.starts_with("ld-musl-") || name.starts_with("libc.musl-") || name == "libc.so"
+            })
             .is_some()
         {
             return Err(TargetError::Musl { pid, comm });
