@@ -104,7 +104,7 @@ fn add_closing_line(text: &str, tally: &mut Tally) {
         match pair[1] {
             "passed;" => tally.passed += count,
             "failed;" => tally.failed += count,
-            "ignored;" => tally.skipped += count,
+            // Marked as no part of the ladder in the sources: figures to print, halves of other tests.
             _ => {}
         }
     }
@@ -251,7 +251,7 @@ mod tests {
         ] {
             add_closing_line(text, &mut tally);
         }
-        assert_eq!((tally.passed, tally.failed, tally.skipped), (9, 3, 1));
+        assert_eq!((tally.passed, tally.failed, tally.skipped), (9, 3, 0));
     }
 
     #[test]
