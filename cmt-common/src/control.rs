@@ -47,6 +47,12 @@ pub struct Boot {
     pub control_fd: AtomicU32,
     /// Thread id of the bootstrap thread as the target's pid namespace counts.
     pub tid: AtomicU32,
+    /// Target without `/proc`: a pair of connected sockets; the host sends descriptors into the second.
+    pub sockets: [AtomicU32; 2],
+    /// The same: descriptor of the target's own memory map, plus 1; 0 if it reads `/proc/self/maps`.
+    pub maps_fd: AtomicU32,
+    /// The same: how the bootstrap is to receive them.
+    pub message_header: MessageHeader,
     /// Address of `dlopen` in the target.
     pub dlopen: AtomicU64,
     /// Address of `dlsym` in the target.
@@ -59,6 +65,24 @@ pub struct Boot {
     pub symbol: [u8; 32],
     /// What `dlerror` said, NUL-terminated.
     pub message: [u8; 256],
+}
+
+/// A `struct msghdr` (x86-64) with all that it points to, as the host fills it in for two descriptors: a directory to load
+/// the payload from, and the memory map.
+#[repr(C)]
+pub struct MessageHeader {
+    /// No sender's address wanted.
+    pub name: [AtomicU64; 2],
+    /// Address in the target of `buffer`, and 1.
+    pub parts: [AtomicU64; 2],
+    /// Address in the target of `rights`, its length, and flags.
+    pub control: [AtomicU64; 3],
+    /// Address in the target of the byte that has to come along (`tail`), and its length: a `struct iovec`.
+    pub buffer: [AtomicU64; 2],
+    /// A `struct cmsghdr` (two words) and the two descriptors.
+    pub rights: [AtomicU32; 6],
+    /// The byte.
+    pub tail: AtomicU64,
 }
 
 /// Commands of the host, in [`Control::command`].

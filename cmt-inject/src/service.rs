@@ -4,6 +4,8 @@
     reason = "futex, and the plain fields of the control block"
 )]
 
+use std::fs::File;
+use std::os::fd::FromRawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, SystemTime};
@@ -113,6 +115,16 @@ fn carry_out(
 
 /// Prepares every hook that is not prepared yet: trampolines and thunks of an earlier attach are used again.
 fn prepare(control: &'static Control, engine: &mut dyn HookEngine) -> Result<(), String> {
+    let given = control.boot.maps_fd.swap(0, Ordering::AcqRel);
+    // SAFETY: the bootstrap has received this descriptor for us; nobody else knows it, and it is taken once.
+    let maps = (given != 0).then(|| unsafe { File::from_raw_fd(given as i32 - 1) });
+    crate::hook::set_maps(maps);
+    let prepared = prepare_all(control, engine);
+    crate::hook::set_maps(None);
+    prepared
+}
+
+fn prepare_all(control: &'static Control, engine: &mut dyn HookEngine) -> Result<(), String> {
     put_text(engine.name(), &raw const control.engine);
     for (index, slot) in control.hooks.iter().enumerate() {
         let address = slot.address.load(Ordering::Acquire);

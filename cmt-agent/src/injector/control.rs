@@ -10,7 +10,7 @@ use std::num::NonZeroUsize;
 use std::ops::Deref;
 use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use cmt_common::api::HOOKED;
@@ -146,6 +146,35 @@ impl ControlMap {
         };
         put(path_at.cast(), 64, path);
         put(symbol_at.cast(), 32, symbol);
+    }
+
+    /// Fills in how the bootstrap receives two descriptors.
+    pub fn expect_descriptors(&self) {
+        let header = &self.boot.message_header;
+        let in_target =
+            |field: *const u8| self.in_target + (field.addr() - self.at.addr().get()) as u64;
+        let put = |words: &[AtomicU64], values: &[u64]| {
+            for (word, &value) in words.iter().zip(values) {
+                word.store(value, Ordering::Relaxed);
+            }
+        };
+        put(&header.name, &[0, 0]);
+        put(
+            &header.parts,
+            &[in_target((&raw const header.buffer).cast()), 1],
+        );
+        let room = size_of_val(&header.rights) as u64;
+        put(
+            &header.control,
+            &[in_target((&raw const header.rights).cast()), room, 0],
+        );
+        put(
+            &header.buffer,
+            &[in_target((&raw const header.tail).cast()), 1],
+        );
+        for word in &header.rights {
+            word.store(u32::MAX, Ordering::Relaxed);
+        }
     }
 
     /// What the loader said when the bootstrap failed.

@@ -91,7 +91,10 @@ fn code_ends(target: &Target) -> impl Iterator<Item = Cave> {
 #[derive(Clone, Copy, Debug)]
 pub enum Job {
     /// Make the control block and load the payload.
-    Load,
+    Load {
+        /// The target sees no `/proc` that it could load it from.
+        without_proc: bool,
+    },
     /// Call the entry of a payload that is there already.
     Restart {
         /// The payload's entry.
@@ -99,6 +102,12 @@ pub enum Job {
         /// The control block.
         control: u64,
     },
+}
+
+impl Job {
+    fn without_proc(self) -> bool {
+        matches!(self, Self::Load { without_proc: true })
+    }
 }
 
 /// Writes the stub and points one thread at it. Returns the cave, the thread's id and how long it was held.
@@ -116,7 +125,7 @@ pub fn launch(
             let started = Instant::now();
             match stop_if_safe(target, &danger, tid) {
                 Ok(Some(thread)) => {
-                    if let Some(call) = seccomp::forbidden(&thread) {
+                    if let Some(call) = seccomp::forbidden(&thread, job.without_proc()) {
                         return Err(InjectError::Seccomp {
                             pid: target.pid,
                             call,
@@ -419,6 +428,7 @@ fn empty_data() -> StubData {
         errno_location: 0,
         entry: 0,
         control: 0,
+        without_proc: 0,
         control_name: [0; 16],
         payload_name: [0; 16],
         thread_name: [0; 16],
@@ -438,7 +448,7 @@ fn send_off(
     };
     let (resume_rip, rax) = thread.resume_point();
     let (entry, control) = match job {
-        Job::Load => (0, 0),
+        Job::Load { .. } => (0, 0),
         Job::Restart { entry, control } => (entry, control),
     };
     let data = StubData {
@@ -449,6 +459,7 @@ fn send_off(
         errno_location: libc.errno_location,
         entry,
         control,
+        without_proc: job.without_proc().into(),
         control_name: padded(CONTROL_NAME),
         payload_name: padded(PAYLOAD_NAME),
         thread_name: padded(stub::THREAD_NAME),

@@ -12,6 +12,7 @@ mod stub;
 mod threads;
 
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -396,7 +397,8 @@ fn load(
 ) -> Result<((ControlMap, Cave), Duration), InjectError> {
     target.check_address_space()?;
     let known = target.control_addresses();
-    let (cave, _, held) = hijack::launch(target, libc, Job::Load)?;
+    let without_proc = !target.sees_proc();
+    let (cave, _, held) = hijack::launch(target, libc, Job::Load { without_proc })?;
     let deadline = Instant::now() + STEP_LIMIT;
     let control = loop {
         target.refresh_maps()?;
@@ -418,7 +420,7 @@ fn load(
         }
         std::thread::sleep(Duration::from_micros(200));
     };
-    let result = fill_and_start(target, libc, cuda, &control);
+    let result = fill_and_start(target, libc, cuda, &control, without_proc);
     if let Err(error) = result {
         control.boot.state.store(boot::ABORT, Ordering::Release);
         control::wake(&control.boot.state);
@@ -434,6 +436,7 @@ fn fill_and_start(
     libc: &crate::target::Libc,
     cuda: &crate::target::Cuda,
     control: &ControlMap,
+    without_proc: bool,
 ) -> Result<(), InjectError> {
     let pid = target.pid;
     let fd = control.boot.payload_fd.load(Ordering::Acquire);
@@ -442,7 +445,13 @@ fn fill_and_start(
         return Err(InjectError::NotLoaded { message });
     }
     put_payload(pid, fd).map_err(|source| InjectError::Write { pid, source })?;
-    control.set_boot_text(&format!("/proc/self/fd/{fd}"), PAYLOAD_ENTRY);
+    let folder = if without_proc {
+        hand_over(pid, control)?;
+        "."
+    } else {
+        "/proc/self/fd"
+    };
+    control.set_boot_text(&format!("{folder}/{fd}"), PAYLOAD_ENTRY);
     control.boot.dlopen.store(libc.dlopen, Ordering::Relaxed);
     control.boot.dlsym.store(libc.dlsym, Ordering::Relaxed);
     control.boot.dlerror.store(libc.dlerror, Ordering::Relaxed);
@@ -473,6 +482,18 @@ fn put_payload(pid: u32, fd: u32) -> io::Result<()> {
         ));
     }
     file.write_all_at(PAYLOAD, 0)
+}
+
+/// Sends a target that sees no `/proc` what it needs of it: the folder of its own descriptors, and its own memory map.
+fn hand_over(pid: u32, control: &ControlMap) -> Result<(), InjectError> {
+    let failed = |error| InjectError::NotLoaded {
+        message: format!("it sees no /proc, and could not be handed its own descriptors: {error}"),
+    };
+    control.expect_descriptors();
+    let folder = descriptors::own_folder(pid).map_err(failed)?;
+    let maps = std::fs::File::open(format!("/proc/{pid}/maps")).map_err(failed)?;
+    let socket = control.boot.sockets[1].load(Ordering::Acquire);
+    descriptors::send(pid, socket, [folder.as_raw_fd(), maps.as_raw_fd()]).map_err(failed)
 }
 
 fn wait_running(target: &Target, control: &ControlMap) -> Result<(), InjectError> {

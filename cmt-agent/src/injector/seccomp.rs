@@ -70,15 +70,33 @@ const NEEDED: &[(&str, i64, [u64; 6])] = &[
     ("exit", libc::SYS_exit, [0; 6]),
 ];
 
+/// What comes on top where the target sees no `/proc`.
+const NEEDED_WITHOUT_PROC: &[(&str, i64, [u64; 6])] = &[
+    ("socketpair", libc::SYS_socketpair, [1, 0x80001, 0, 0, 0, 0]),
+    ("recvmsg", libc::SYS_recvmsg, [3, 0, 0x4000_0040, 0, 0, 0]),
+    (
+        "unshare",
+        libc::SYS_unshare,
+        [libc::CLONE_FS as u64, 0, 0, 0, 0, 0],
+    ),
+    ("fchdir", libc::SYS_fchdir, [3, 0, 0, 0, 0, 0]),
+];
+
 /// The first system call that a filter of this thread forbids; `None` if all are allowed or it has no filter.
 ///
 /// Where the filters cannot be read (that takes CAP_SYS_ADMIN) the answer is `None` too: then the bootstrap finds out.
-pub fn forbidden(thread: &Stopped) -> Option<&'static str> {
+pub fn forbidden(thread: &Stopped, without_proc: bool) -> Option<&'static str> {
     let filters: Vec<_> = (0..)
         .map_while(|index| read_filter(thread.tid, index))
         .collect();
+    let more = if without_proc {
+        NEEDED_WITHOUT_PROC
+    } else {
+        &[]
+    };
     NEEDED
         .iter()
+        .chain(more)
         .find(|(_, number, args)| {
             filters
                 .iter()

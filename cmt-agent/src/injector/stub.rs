@@ -28,6 +28,8 @@ pub struct StubData {
     pub entry: u64,
     /// The control block's address where the payload is loaded already, else 0.
     pub control: u64,
+    /// 1 where the target has no `/proc` to load the payload from, else 0.
+    pub without_proc: u64,
     /// Name of the control block's memfd.
     pub control_name: [u8; 16],
     /// Name of the payload's memfd.
@@ -50,6 +52,7 @@ impl StubData {
             self.errno_location,
             self.entry,
             self.control,
+            self.without_proc,
         ];
         let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         bytes.extend(self.control_name);
@@ -203,6 +206,16 @@ std::arch::global_asm!(
     "syscall",
     "mov dword ptr [rbx + {payload_fd}], eax",
     "mov dword ptr [rbx + {control_fd}], r12d",
+    "cmp qword ptr [rip + 1b + {without_proc}], 0",
+    "je 14f",
+    "mov dword ptr [rbx + {sockets}], -1",
+    "mov edi, 1",       // AF_UNIX
+    "mov esi, 0x80001", // SOCK_STREAM | SOCK_CLOEXEC
+    "xor edx, edx",
+    "lea r10, [rbx + {sockets}]",
+    "mov eax, 53", // socketpair
+    "syscall",
+    "14:",
     "mov eax, 186", // gettid
     "syscall",
     "mov dword ptr [rbx + {tid}], eax",
@@ -226,6 +239,39 @@ std::arch::global_asm!(
     "5:",
     "cmp eax, {LOAD}",
     "jne 13f",
+    // Without /proc the host sends the directory that the payload is loaded from. This thread alone moves there; where it
+    // cannot, dlopen finds nothing and says so.
+    "cmp qword ptr [rip + 1b + {without_proc}], 0",
+    "je 16f",
+    "mov edi, dword ptr [rbx + {sockets}]",
+    "lea rsi, [rbx + {message_header}]",
+    "mov edx, 0x40000040", // MSG_CMSG_CLOEXEC | MSG_DONTWAIT
+    "mov eax, 47",         // recvmsg
+    "syscall",
+    "cmp rax, 1",
+    "jne 15f",
+    "mov eax, dword ptr [rbx + {maps_fd_received}]",
+    "inc eax",
+    "mov dword ptr [rbx + {maps_fd}], eax",
+    "mov edi, 0x200", // CLONE_FS
+    "mov eax, 272",   // unshare
+    "syscall",
+    "mov edi, dword ptr [rbx + {folder_received}]",
+    "test eax, eax",
+    "jnz 17f",
+    "mov eax, 81", // fchdir
+    "syscall",
+    "17:",
+    "mov eax, 3",
+    "syscall",
+    "15:",
+    "mov edi, dword ptr [rbx + {sockets}]",
+    "mov eax, 3",
+    "syscall",
+    "mov edi, dword ptr [rbx + {sockets} + 4]",
+    "mov eax, 3",
+    "syscall",
+    "16:",
     "lea rdi, [rbx + {path}]",
     "mov esi, 2",
     "call qword ptr [rbx + {dlopen}]",
@@ -271,6 +317,15 @@ std::arch::global_asm!(
     "mov edi, dword ptr [rbx + {payload_fd}]",
     "mov eax, 3",
     "syscall",
+    "cmp qword ptr [rip + 1b + {without_proc}], 0",
+    "je 18f",
+    "mov edi, dword ptr [rbx + {sockets}]",
+    "mov eax, 3",
+    "syscall",
+    "mov edi, dword ptr [rbx + {sockets} + 4]",
+    "mov eax, 3",
+    "syscall",
+    "18:",
     "mov rdi, rbx",
     "mov esi, {control_bytes}",
     "mov eax, 11", // munmap
@@ -297,6 +352,7 @@ std::arch::global_asm!(
     resume_rsp = const offset_of!(StubData, resume_rsp),
     resume_rip = const offset_of!(StubData, resume_rip),
     control = const offset_of!(StubData, control),
+    without_proc = const offset_of!(StubData, without_proc),
     entry = const offset_of!(StubData, entry),
     control_name = const offset_of!(StubData, control_name),
     payload_name = const offset_of!(StubData, payload_name),
@@ -306,6 +362,11 @@ std::arch::global_asm!(
     payload_fd = const offset_of!(Boot, payload_fd),
     control_fd = const offset_of!(Boot, control_fd),
     tid = const offset_of!(Boot, tid),
+    sockets = const offset_of!(Boot, sockets),
+    maps_fd = const offset_of!(Boot, maps_fd),
+    message_header = const offset_of!(Boot, message_header),
+    folder_received = const offset_of!(Boot, message_header.rights) + 16,
+    maps_fd_received = const offset_of!(Boot, message_header.rights) + 20,
     state = const offset_of!(Boot, state),
     path = const offset_of!(Boot, path),
     symbol = const offset_of!(Boot, symbol),

@@ -369,6 +369,13 @@ impl Target {
         Ok(map.filter(|_| there).map(|map| map.inode))
     }
 
+    /// Whether it has a `/proc` where one is expected.
+    pub fn sees_proc(&self) -> bool {
+        // The link's text says who asks; that it is there says that this is a procfs.
+        std::fs::symlink_metadata(format!("/proc/{}/root/proc/self", self.pid))
+            .is_ok_and(|link| link.is_symlink())
+    }
+
     /// The process id that the process sees itself under (its own pid namespace's).
     pub fn own_pid(&self) -> Option<u32> {
         let status = self.process.status().ok()?;

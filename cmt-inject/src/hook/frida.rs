@@ -155,6 +155,11 @@ unsafe impl Send for Open {}
 impl Open {
     fn new() -> Result<Self, HookError> {
         allowed()?;
+        // gum reads it by itself, and would end the process.
+        std::fs::metadata("/proc/self/maps").map_err(|source| HookError::System {
+            call: "reading /proc/self/maps",
+            source,
+        })?;
         let mut interceptor = Interceptor::obtain(&Gum::obtain());
         // SAFETY: gum is initialised, and the handler takes any message.
         unsafe { sys::_frida_g_log_set_default_handler(Some(silent), std::ptr::null_mut()) };

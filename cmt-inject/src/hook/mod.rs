@@ -12,6 +12,8 @@ mod plan;
 #[cfg(test)]
 mod tests;
 
+pub use near::set_maps;
+
 use cmt_common::control::{RELOCATED_MAX, Relocated, WINDOW_MAX};
 use iced_x86::Mnemonic;
 

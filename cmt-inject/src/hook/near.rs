@@ -9,11 +9,12 @@
 )]
 
 use std::fs::File;
-use std::io::{Error, ErrorKind};
+use std::io::{Error, ErrorKind, Seek};
 #[cfg(feature = "frida")]
 use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, PoisonError};
 
 use super::HookError;
 
@@ -47,8 +48,20 @@ struct Mapping {
     grows: bool,
 }
 
+/// Our memory map as the host has opened it, for where there is no `/proc`.
+static GIVEN_MAPS: Mutex<Option<File>> = Mutex::new(None);
+
+/// Takes the memory map to read in place of `/proc/self/maps`, or takes it away.
+pub fn set_maps(file: Option<File>) {
+    *GIVEN_MAPS.lock().unwrap_or_else(PoisonError::into_inner) = file;
+}
+
 fn mappings() -> Result<Vec<Mapping>, HookError> {
-    let text = std::fs::read_to_string("/proc/self/maps").map_err(|source| HookError::System {
+    let text = match &mut *GIVEN_MAPS.lock().unwrap_or_else(PoisonError::into_inner) {
+        Some(file) => file.rewind().and_then(|()| std::io::read_to_string(file)),
+        None => std::fs::read_to_string("/proc/self/maps"),
+    };
+    let text = text.map_err(|source| HookError::System {
         call: "reading /proc/self/maps",
         source,
     })?;
