@@ -1,6 +1,7 @@
 //! Targets in containers: other namespaces, another root, read-only, with and without `/proc`.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -77,8 +78,11 @@ fn works(how: &str) {
     assert_eq!(files(&root.path()), before);
 }
 
-fn working_folder(victim: &Victim) -> PathBuf {
-    fs::read_link(format!("/proc/{}/cwd", victim.pid)).expect("its working folder")
+/// Its device and inode: the path of another root's folder says nothing.
+fn working_folder(victim: &Victim) -> (u64, u64) {
+    let path = format!("/proc/{}/cwd", victim.pid);
+    let folder = fs::metadata(path).expect("its working folder");
+    (folder.dev(), folder.ino())
 }
 
 /// What attaching left open.
