@@ -1,10 +1,13 @@
 //! The engine on a real GPU, without hooks: checks every byte and what the engine assumes of the driver, then compares
 //! stock, staged and pinned copies.
 //!
-//! `cargo run --release -p cmt-copy --example gpu [LARGEST_MIB]`
+//! `cargo run --release -p cmt-copy --example gpu [calls|search] [LARGEST_MIB]`
 //!
-//! Further arguments `SLOT SLICE RING THREADS STORE` (KiB, KiB, KiB) replace the default plan by one row.
+//! `calls` prints what single calls of the driver cost, `search` looks for the best row by size and direction. Further arguments `SLOT SLICE RING THREADS STORE` (KiB, KiB, KiB) replace the default plan by one row.
 #![expect(unsafe_code, reason = "calls the CUDA driver directly")]
+
+mod calls;
+mod search;
 
 use std::ffi::{CString, c_void};
 use std::time::Instant;
@@ -253,8 +256,9 @@ fn busy(gpu: &Gpu, engine: &Engine, host: *mut u8, largest: usize) {
 }
 
 fn main() {
-    let numbers: Vec<u64> = std::env::args()
-        .skip(1)
+    let mut arguments = std::env::args().skip(1).peekable();
+    let mode = arguments.next_if(|argument| ["calls", "search"].contains(&argument.as_str()));
+    let numbers: Vec<u64> = arguments
         .map(|argument| argument.parse().expect("a number"))
         .collect();
     let largest = (numbers.first().copied().unwrap_or(1024) as usize) << 20;
@@ -273,12 +277,18 @@ fn main() {
         plan = Plan::NONE;
         (plan.htod[0], plan.dtoh[0]) = (row, row);
     }
-    let engine = gpu.engine(plan);
     let mut source: Vec<u64> = (0..largest as u64 / 8)
         .map(|i| i.wrapping_mul(0x9E37_79B9_7F4A_7C15))
         .collect();
     let host = source.as_mut_ptr().cast::<u8>();
     let mut target = vec![0u8; largest + 64];
+    target.fill(1);
+    match mode.as_deref() {
+        Some("calls") => return calls::print(&gpu, host),
+        Some(_) => return search::print(&gpu, cpus, largest, [host, target.as_mut_ptr()]),
+        None => {}
+    }
+    let engine = gpu.engine(plan);
     facts(&gpu, host);
 
     // SAFETY: as many bytes as were written.
