@@ -7,14 +7,14 @@
     reason = "hands the application's addresses to helpers and to the driver"
 )]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cmt_common::control::PassReason;
 
 use crate::Outcome;
 use crate::driver::{Code, Driver, Stream, code};
 use crate::lane::Held;
-use crate::layout::Slots;
+use crate::layout::{Sending, Slots};
 use crate::patience::Patience;
 use crate::plan::Row;
 use crate::pool::Lanes;
@@ -27,6 +27,14 @@ const STALLED_AFTER: Duration = Duration::from_micros(100);
 const STOCK_BYTES_A_NANOSECOND: u64 = 16;
 /// Stock waits for a busy stream when an asynchronous HtoD from pageable memory is this long (driver 580).
 pub(crate) const STOCK_WAITS_FROM_BYTES: u64 = 64 << 20;
+/// What may still be on its way when a synchronous HtoD returns. Stock returns as soon as the last piece is staged, with
+/// the stream still busy and its last bytes not yet to be seen from other streams, at every size (driver 580; CUDA's
+/// "API synchronization behavior" says so too).
+const TAIL_BYTES: u64 = 1 << 20;
+/// The link is taken to be this fast (PCIe 5 x16); where it is slower, slots are a little shorter than they could be.
+const LINK_BYTES_A_NANOSECOND: u64 = 50;
+/// A DMA is enqueued so long before the link is thought to run dry.
+const LINK_LEAD: Duration = Duration::from_micros(4);
 /// Shorter copies are over before a sleeping helper is awake.
 const WAKE_FROM_BYTES: u64 = 128 << 10;
 
@@ -65,7 +73,7 @@ impl Copy<'_> {
         let result = unsafe { self.send(board) };
         match result {
             Ok(Sent::All) if self.is_async => Outcome::Staged(code::SUCCESS),
-            Ok(Sent::All) => match self.wait_until_quiet() {
+            Ok(Sent::All) => match self.wait_for_all_but(TAIL_BYTES) {
                 Ok(()) => Outcome::Staged(code::SUCCESS),
                 Err(error) => Outcome::Staged(error),
             },
@@ -85,7 +93,7 @@ impl Copy<'_> {
                     )
                 })
             }
-            Err(error) => fail(board, error),
+            Err(error) => self.fail(error),
         }
     }
 
@@ -104,8 +112,9 @@ impl Copy<'_> {
         let stalled_after =
             STALLED_AFTER + Duration::from_nanos(self.bytes / STOCK_BYTES_A_NANOSECOND);
         let mut window = self.row.ring;
-        let mut slots = Slots::new(self.bytes, slice, self.row.slot);
-        let mut slot_end = slots.end_of_slot_at(0, self.room(start));
+        let tail = if self.is_async { 0 } else { TAIL_BYTES };
+        let sending = Sending::new(self.bytes, slice, self.row.slot, tail);
+        let mut link_busy_until = None;
         let (mut offered, mut done, mut sent) = (0, 0, 0);
         let mut patience = Patience::default();
         let mut arrived_before = self.held.arrived;
@@ -125,11 +134,26 @@ impl Copy<'_> {
             while done < offered && board.is_done(done) {
                 done += 1;
             }
-            if slot_end <= done && self.held.has_room_for_slot() {
+            let link_is_idle =
+                || link_busy_until.is_none_or(|until| Instant::now() + LINK_LEAD >= until);
+            let room = self.room(start + sent * slice);
+            if let Some(end) = sending.end_of_slot(sent, done, room, link_is_idle)
+                && self.held.can_announce()
+            {
                 // SAFETY: the slices of this slot are in the ring and stay until the slot has arrived.
-                unsafe { self.submit(start, sent, slot_end, true)? };
-                sent = slot_end;
-                slot_end = slots.end_of_slot_at(sent, self.room(start + sent * slice));
+                unsafe { self.enqueue(start, sent, end, true)? };
+                let left = (total - end) * slice;
+                // Room in the ring comes back in quarters; the tail is let go of with what came before it announced.
+                if self.held.unannounced() >= window.min(capacity) / 4 || left <= tail {
+                    self.held.announce(self.driver, self.stream)?;
+                }
+                if left > 0 {
+                    let took = Duration::from_nanos((end - sent) * slice / LINK_BYTES_A_NANOSECOND);
+                    let now = Instant::now();
+                    link_busy_until =
+                        Some(link_busy_until.map_or(now, |until: Instant| until.max(now)) + took);
+                }
+                sent = end;
                 patience.reset();
                 continue;
             }
@@ -140,6 +164,11 @@ impl Copy<'_> {
             let waited = patience.pause();
             let waits_for_stream = done == offered;
             if waits_for_stream && !may_wait && waited > stalled_after {
+                if self.held.unannounced() > 0 {
+                    self.held.announce(self.driver, self.stream)?;
+                    patience.reset();
+                    continue;
+                }
                 if window >= capacity {
                     return Ok(Sent::Stalled(sent * slice));
                 }
@@ -163,7 +192,7 @@ impl Copy<'_> {
         // SAFETY: the caller's promise; `open` gets the lane that this copy holds.
         match unsafe { self.receive(board) } {
             Ok(()) => Outcome::Staged(code::SUCCESS),
-            Err(error) => fail(board, error),
+            Err(error) => self.fail(error),
         }
     }
 
@@ -196,10 +225,10 @@ impl Copy<'_> {
             }
             let copied_out = start + done * slice;
             let free_to = (copied_out + self.row.ring).min(arrived.min(copied_out) + capacity);
-            if asked < total && start + slot_end * slice <= free_to && self.held.has_room_for_slot()
-            {
+            if asked < total && start + slot_end * slice <= free_to && self.held.can_announce() {
                 // SAFETY: nothing in flight and no slice that is still to be copied out lies in this part of the ring.
-                unsafe { self.submit(start, asked, slot_end, false)? };
+                unsafe { self.enqueue(start, asked, slot_end, false)? };
+                self.held.announce(self.driver, self.stream)?;
                 asked = slot_end;
                 slot_end = slots.end_of_slot_at(asked, self.room(start + asked * slice));
                 patience.reset();
@@ -250,11 +279,11 @@ impl Copy<'_> {
         (pinned.end_of_piece(place) - place) as u64 / self.row.slice
     }
 
-    /// Enqueues the DMA of slices `from..to` and its announcement.
+    /// Enqueues the DMA of slices `from..to`.
     ///
     /// # Safety
     /// That part of the ring must be free for this DMA until it is complete.
-    unsafe fn submit(
+    unsafe fn enqueue(
         &mut self,
         start: u64,
         from: u64,
@@ -279,16 +308,16 @@ impl Copy<'_> {
         if result != code::SUCCESS {
             return Err(result);
         }
-        self.held
-            .submitted_slot(self.driver, self.stream, start + to * slice)
+        self.held.enqueued(start + to * slice);
+        Ok(())
     }
 
-    /// Waits until nothing is in flight.
-    fn wait_until_quiet(&mut self) -> Result<(), Code> {
+    /// Waits until at most `tail` bytes are in flight.
+    fn wait_for_all_but(&mut self, tail: u64) -> Result<(), Code> {
         let mut patience = Patience::default();
         loop {
             self.held.reap(self.driver);
-            if self.held.is_quiet() {
+            if self.held.head - self.held.arrived <= tail {
                 return Ok(());
             }
             let waited = patience.pause();
@@ -310,11 +339,15 @@ impl Copy<'_> {
             error => Err(error),
         }
     }
-}
 
-/// Leaves a copy that the driver has refused midway, with nobody at work in the application's memory. What is in flight
-/// touches only the ring, and keeps the lane; stock does not wait for the stream either before it returns an error.
-fn fail(board: &Board, error: Code) -> Outcome {
-    board.withdraw();
-    Outcome::Staged(error)
+    /// Leaves a copy that the driver has refused midway, with nobody at work in the application's memory. What is in flight
+    /// touches only the ring, and keeps the lane; stock does not wait for the stream either before it returns an error.
+    fn fail(mut self, error: Code) -> Outcome {
+        self.held.board().withdraw();
+        if self.held.unannounced() > 0 {
+            // Where that fails too, the lane stays taken by the stream.
+            let _ = self.held.announce(self.driver, self.stream);
+        }
+        Outcome::Staged(error)
+    }
 }

@@ -402,6 +402,7 @@ fn copies_that_are_not_between_pageable_and_device_memory_pass() {
     context.make_current();
     assert_eq!((engine.pinned_bytes(), engine.helpers()), (0, 0));
     assert_eq!(ask(mock::HTOD, d, h, bytes), STAGED);
+    context.legacy.finish();
     assert_eq!(target.wrong(1), None);
     engine.shutdown();
 }
@@ -429,6 +430,7 @@ fn lanes_of_destroyed_contexts_serve_new_ones() {
         let (to, from) = (target.address(), source.address());
         let outcome = mock::call(&engine, mock::HTOD, to, from, 1 << 20, 0);
         assert_eq!(outcome, STAGED, "{seed}");
+        context.legacy.finish();
         assert_eq!(target.wrong(seed), None);
         context.destroy();
     }

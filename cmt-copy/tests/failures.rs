@@ -26,6 +26,7 @@ fn both_ways(engine: &Engine, context: &Context, bytes: usize, seed: u64) -> (Ou
     let (d, s, b) = (device.address(), source.address(), back.address());
     let there = mock::call(engine, mock::HTOD, d, s, bytes, 0);
     if there == STAGED {
+        context.legacy.finish();
         assert_eq!(device.wrong(seed), None);
     }
     let and_back = mock::call(engine, mock::DTOH, b, d, bytes, 0);

@@ -142,8 +142,8 @@ pub fn print(gpu: &Gpu, host: *mut u8) {
             bytes: 65536,
             stream: 0,
         };
-        // SAFETY: both ranges are as long as the largest copy.
         let ns = nanoseconds(|| {
+            // SAFETY: both ranges are as long as the largest copy.
             let outcome = unsafe { engine.copy(&request) };
             assert!(matches!(
                 outcome,

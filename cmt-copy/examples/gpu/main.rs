@@ -135,6 +135,11 @@ impl Gpu {
         }
     }
 
+    /// Waits for the whole device.
+    fn wait(&self) {
+        assert_eq!(cuda!(self.library, "cuCtxSynchronize"), 0);
+    }
+
     fn synchronize(&self) -> i32 {
         cuda!(self.library, "cuStreamSynchronize", self.stream => usize)
     }
@@ -341,10 +346,17 @@ fn main() {
             if bytes > largest {
                 break;
             }
-            let stock = rate(bytes, || gpu.stock(to_host, buffer, bytes));
-            let staged = rate(bytes, || gpu.staged(&engine, to_host, false, buffer, bytes));
-            let in_stream = rate(bytes, || gpu.staged(&engine, to_host, true, buffer, bytes));
-            let pinned = rate(bytes, || gpu.stock(to_host, gpu.pinned, bytes));
+            // Until the device is idle: stock and staged HtoD return with the last bytes on their way.
+            let timed = |copy: &dyn Fn()| {
+                rate(bytes, || {
+                    copy();
+                    gpu.wait();
+                })
+            };
+            let stock = timed(&|| gpu.stock(to_host, buffer, bytes));
+            let staged = timed(&|| gpu.staged(&engine, to_host, false, buffer, bytes));
+            let in_stream = timed(&|| gpu.staged(&engine, to_host, true, buffer, bytes));
+            let pinned = timed(&|| gpu.stock(to_host, gpu.pinned, bytes));
             println!(
                 "{name}       {:>10}  {stock:>6.2}  {staged:>6.2}  {in_stream:>6.2}  {pinned:>6.2}  {:>9.2}",
                 bytes >> 10,

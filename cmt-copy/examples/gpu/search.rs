@@ -2,55 +2,54 @@
 
 use std::time::Instant;
 
-use cmt_copy::{Plan, PlanRow};
+use cmt_common::control::store;
+use cmt_copy::{Engine, Plan, PlanRow};
 
 use crate::Gpu;
 
-/// One candidate and its times in seconds.
+/// One candidate and its times in seconds: until the device was idle, and of the call alone.
 struct Candidate {
     row: PlanRow,
     times: Vec<f64>,
+    calls: Vec<f64>,
 }
 
-impl Candidate {
-    fn median(&mut self) -> f64 {
-        self.times.sort_by(f64::total_cmp);
-        self.times[self.times.len() / 2]
-    }
-}
-
-fn grid(bytes: usize, threads: &[u32]) -> Vec<Candidate> {
-    let mut all = Vec::new();
+fn grid(bytes: u64, ring: u64, threads: &[u32], to_host: bool) -> Vec<Candidate> {
     let kib = 1u64 << 10;
+    let large = bytes >= 64 << 20;
+    let mut all = Vec::new();
     for &threads in threads {
-        for slot in [64, 128, 256, 512, 1024, 2048, 4096] {
-            for slice in [16, 32, 64, 128, 256, 512] {
-                for ring in [1024, 4096, 16384, 65536] {
-                    for store in 0..3 {
-                        let small = (bytes as u64) < 8 << 20;
-                        let makes_sense = slice <= slot
-                            && slot / slice <= 16
-                            && 2 * slot <= ring
-                            && slot <= (bytes as u64 / kib).max(64)
-                            && (slot >= 512 || small)
-                            && (slice >= 64 || small)
-                            && (ring > 1024 || small)
-                            && (ring <= 4096 || !small)
-                            && (store != 2 || bytes >= 64 << 20);
-                        if makes_sense {
-                            let row = PlanRow {
-                                up_to_bytes: u64::MAX,
-                                slot_bytes: slot * kib,
-                                slice_bytes: slice * kib,
-                                ring_bytes: ring * kib,
-                                threads,
-                                store,
-                            };
-                            all.push(Candidate {
-                                row,
-                                times: Vec::new(),
-                            });
-                        }
+        for slot in [64, 128, 256, 512, 1024, 2048, 4096].map(|n| n * kib) {
+            for slice in [16, 32, 64, 128, 256].map(|n| n * kib) {
+                for store in [
+                    store::ORDINARY,
+                    store::NON_TEMPORAL,
+                    store::NON_TEMPORAL_LOADS,
+                ] {
+                    let makes_sense = slice <= slot
+                        && slot / slice <= 32
+                        && 2 * slot <= ring
+                        && slot <= bytes.max(64 * kib)
+                        && slot >= (bytes / 64).min(2048 * kib)
+                        && slice >= (bytes / 512).min(128 * kib)
+                        && slice * 2 <= bytes.max(64 * kib)
+                        && (!large || threads >= 6)
+                        && (to_host || store != store::NON_TEMPORAL_LOADS)
+                        && (to_host || store == store::NON_TEMPORAL || large);
+                    if makes_sense {
+                        let row = PlanRow {
+                            up_to_bytes: u64::MAX,
+                            slot_bytes: slot,
+                            slice_bytes: slice,
+                            ring_bytes: ring,
+                            threads,
+                            store,
+                        };
+                        all.push(Candidate {
+                            row,
+                            times: Vec::new(),
+                            calls: Vec::new(),
+                        });
                     }
                 }
             }
@@ -59,10 +58,24 @@ fn grid(bytes: usize, threads: &[u32]) -> Vec<Candidate> {
     all
 }
 
-/// Prints the best rows for each size, beside stock and pinned.
+fn median(times: &mut [f64]) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// Seconds that a copy took to return, and until the device was idle.
+fn time(gpu: &Gpu, copy: impl FnOnce()) -> (f64, f64) {
+    gpu.wait();
+    let start = Instant::now();
+    copy();
+    let call = start.elapsed().as_secs_f64();
+    gpu.wait();
+    (call, start.elapsed().as_secs_f64())
+}
+
+/// Prints the best rows for each size and ring, beside stock and pinned; the time until the device is idle decides.
 pub fn print(gpu: &Gpu, cpus: u32, largest: usize, buffers: [*mut u8; 2]) {
-    let engine = gpu.engine(Plan::NONE);
-    let threads: Vec<u32> = [2, 3, 4, 6, 8, 10, 12, 14]
+    let threads: Vec<u32> = [2, 4, 6, 8, 10, 12, 14]
         .into_iter()
         .filter(|&n| n <= cpus)
         .collect();
@@ -73,79 +86,89 @@ pub fn print(gpu: &Gpu, cpus: u32, largest: usize, buffers: [*mut u8; 2]) {
             if bytes > largest {
                 break;
             }
-            let started = Instant::now();
-            let mut candidates = grid(bytes, &threads);
-            let all = candidates.len();
-            // About as long for every size: few looks at large copies.
-            let mut looks = ((8 << 20) / bytes).clamp(1, 16);
-            let time = |copy: &mut dyn FnMut()| {
-                let start = Instant::now();
-                copy();
-                start.elapsed().as_secs_f64()
-            };
-            let (mut stock, mut pinned) = (Vec::new(), Vec::new());
-            loop {
-                for candidate in &mut candidates {
-                    let mut plan = Plan::NONE;
-                    let rows = if to_host {
-                        &mut plan.dtoh
-                    } else {
-                        &mut plan.htod
-                    };
-                    rows[0] = candidate.row;
-                    engine.set_plan(plan);
-                    for look in 0..=looks {
-                        let took = time(&mut || gpu.staged(&engine, to_host, false, buffer, bytes));
-                        // The first warms the helpers up.
-                        if look > 0 {
-                            candidate.times.push(took);
-                        }
-                    }
-                }
-                for _ in 0..=looks {
-                    stock.push(time(&mut || gpu.stock(to_host, buffer, bytes)));
-                    pinned.push(time(&mut || gpu.stock(to_host, gpu.pinned, bytes)));
-                }
-                candidates.sort_by_cached_key(|candidate| {
-                    let mut times = candidate.times.clone();
-                    times.sort_by(f64::total_cmp);
-                    (times[times.len() / 2] * 1e12) as u64
-                });
-                if candidates.len() <= 6 {
-                    break;
-                }
-                candidates.truncate((candidates.len() / 4).max(6));
-                looks = (looks * 3).min(301);
+            let (mut stock, mut stock_calls, mut pinned) = (Vec::new(), Vec::new(), Vec::new());
+            for _ in 0..((64 << 20) / bytes).clamp(3, 101) {
+                let (call, done) = time(gpu, || gpu.stock(to_host, buffer, bytes));
+                stock.push(done);
+                stock_calls.push(call);
+                pinned.push(time(gpu, || gpu.stock(to_host, gpu.pinned, bytes)).1);
             }
-            let median = |times: &mut Vec<f64>| {
-                times.sort_by(f64::total_cmp);
-                times[times.len() / 2]
-            };
-            let (stock, pinned) = (median(&mut stock), median(&mut pinned));
+            let pinned = median(&mut pinned);
             let rate = |seconds: f64| bytes as f64 / seconds / 1e9;
             println!(
-                "search {} {:>8} KiB: stock {:.2} pinned {:.2} GB/s, {all} rows in {:.1} s",
+                "search {} {:>8} KiB: stock {:.2} (call {:.2}) pinned {:.2} GB/s",
                 if to_host { "DtoH" } else { "HtoD" },
                 bytes >> 10,
-                rate(stock),
-                rate(pinned),
-                started.elapsed().as_secs_f64()
+                rate(median(&mut stock)),
+                rate(median(&mut stock_calls)),
+                rate(pinned)
             );
-            for candidate in candidates.iter_mut().take(4) {
-                let seconds = candidate.median();
-                let row = candidate.row;
-                println!(
-                    "    {:>6.2} GB/s {:.2} of pinned: threads {:>2} slot {:>4} slice {:>3} ring {:>5} store {}",
-                    rate(seconds),
-                    pinned / seconds,
-                    row.threads,
-                    row.slot_bytes >> 10,
-                    row.slice_bytes >> 10,
-                    row.ring_bytes >> 10,
-                    row.store
-                );
+            for ring in [4 << 20, 16 << 20, 64 << 20] {
+                let engine = gpu.engine(Plan::NONE);
+                for candidate in halve(
+                    gpu,
+                    &engine,
+                    grid(bytes as u64, ring, &threads, to_host),
+                    to_host,
+                    buffer,
+                    bytes,
+                )
+                .iter_mut()
+                .take(2)
+                {
+                    let (row, done) = (candidate.row, median(&mut candidate.times));
+                    println!(
+                        "    {:>6.2} GB/s {:.2} of pinned, call {:>6.2}: threads {:>2} slot {:>4} slice {:>3} ring {:>2} store {}",
+                        rate(done),
+                        pinned / done,
+                        rate(median(&mut candidate.calls)),
+                        row.threads,
+                        row.slot_bytes >> 10,
+                        row.slice_bytes >> 10,
+                        row.ring_bytes >> 20,
+                        row.store
+                    );
+                }
+                engine.shutdown();
             }
         }
     }
-    engine.shutdown();
+}
+
+/// Times all, keeps the better quarter, looks longer, and so on; the best come first.
+fn halve(
+    gpu: &Gpu,
+    engine: &Engine,
+    mut candidates: Vec<Candidate>,
+    to_host: bool,
+    buffer: *mut u8,
+    bytes: usize,
+) -> Vec<Candidate> {
+    let mut looks = ((16 << 20) / bytes).clamp(1, 12);
+    loop {
+        for candidate in &mut candidates {
+            let mut plan = Plan::NONE;
+            let rows = if to_host {
+                &mut plan.dtoh
+            } else {
+                &mut plan.htod
+            };
+            rows[0] = candidate.row;
+            engine.set_plan(plan);
+            // The first wakes the helpers.
+            gpu.staged(engine, to_host, false, buffer, bytes);
+            for _ in 0..looks {
+                let (call, done) = time(gpu, || gpu.staged(engine, to_host, false, buffer, bytes));
+                candidate.times.push(done);
+                candidate.calls.push(call);
+            }
+        }
+        candidates
+            .sort_by_cached_key(|candidate| (median(&mut candidate.times.clone()) * 1e12) as u64);
+        if candidates.len() <= 3 {
+            return candidates;
+        }
+        candidates.truncate((candidates.len() / 4).max(3));
+        looks = (looks * 3).min(201).min(((4usize << 30) / bytes).max(3));
+    }
 }
