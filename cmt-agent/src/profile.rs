@@ -245,7 +245,7 @@ mod tests {
     #[test]
     fn the_estimates_survive_the_way_through_json() {
         for cpus in [1, 2, 4, 16, 128] {
-            let plan = cmt_copy::plan::estimate(cpus, 0);
+            let plan = cmt_copy::plan::estimate(cpus);
             assert_eq!(check(&to_json(&plan)), Ok(plan), "{cpus}");
         }
     }

@@ -180,8 +180,6 @@ pub mod store {
     pub const NON_TEMPORAL: u32 = 1;
     /// `rep movsb`.
     pub const REP_MOVSB: u32 = 2;
-    /// Ordinary stores; what is read is kept out of the caches.
-    pub const NON_TEMPORAL_LOADS: u32 = 3;
 }
 
 /// The plan for copies of one direction up to a size. Rows are sorted by `up_to_bytes`; the first that fits counts.

@@ -8,7 +8,7 @@ const FIRST_BYTES: u64 = 256 << 10;
 /// DtoH: the first slots double from this size, so that copying out starts early.
 const RAMP_FIRST_BYTES: u64 = 512 << 10;
 /// DtoH: the last slots halve down to this size, so that little is left to copy out when the last byte is in.
-const RAMP_LAST_BYTES: u64 = 128 << 10;
+const RAMP_LAST_BYTES: u64 = 256 << 10;
 
 /// Cuts an HtoD copy into slots while its slices come in.
 ///
@@ -115,7 +115,7 @@ mod tests {
         let kib = 1 << 10;
         assert_eq!(
             slots(4096 * kib, 64 * kib, 1024 * kib),
-            [8, 16, 16, 12, 6, 3, 2, 1]
+            [8, 16, 16, 12, 6, 4, 2]
         );
         assert_eq!(slots(64 * kib, 32 * kib, 1024 * kib), [2]);
         assert_eq!(slots(1, 32 * kib, 1024 * kib), [1]);

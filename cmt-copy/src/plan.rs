@@ -13,8 +13,8 @@ use crate::store::Store;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// Copies below this go to the original function: two threads gain nothing there (H200, driver 580).
-const CUT_OVER_BYTES: u64 = 64 * KIB;
+/// Copies below these go to the original function: two threads gain nothing there (H200, driver 580).
+const CUT_OVER_BYTES: [u64; 2] = [64 * KIB, 32 * KIB];
 /// Bounds of the unit of CPU work. The lower one bounds the completion marks of a lane, the upper one divides every
 /// amount of pinned memory that a lane can have.
 pub(crate) const SLICE_MIN_BYTES: u64 = 16 * KIB;
@@ -26,53 +26,46 @@ pub(crate) const RING_MAX_BYTES: u64 = 64 * MIB;
 /// More threads than this have only ever made copies slower.
 pub(crate) const THREADS_MAX: u32 = 64;
 
-/// The default plan for a machine with `cpus` CPUs to use and a last-level cache of `cache_bytes` (0 if unknown).
+/// The default plan for a machine with `cpus` CPUs to use.
 ///
-/// The rows are the best of a search on one H200 with 16 CPUs, with threads cut down to what is there. One CPU stages
-/// nothing: there is nobody to share the work with.
-pub fn estimate(cpus: u32, cache_bytes: u64) -> Plan {
+/// The rows are near the best of a search on one H200 with 16 CPUs (`docs/benchmarks.md`), with threads cut down to what is
+/// there. One CPU stages nothing: there is nobody to share the work with. HtoD stores past the caches, and rings are larger
+/// than caches, since a DMA on what lies in a CPU's cache is slow.
+pub fn estimate(cpus: u32) -> Plan {
     if cpus < 2 {
         return Plan::NONE;
     }
-    // A ring that leaves the cache costs memory bandwidth twice; 4 MiB hides the latency of the link in any case.
-    let ring_most = match cache_bytes {
-        0 => RING_MAX_BYTES,
-        known => (known / 2)
-            .next_power_of_two()
-            .clamp(4 * MIB, RING_MAX_BYTES),
+    let row = |up_to_bytes, threads: u32, slot_bytes, slice_bytes, ring_bytes, store| PlanRow {
+        up_to_bytes,
+        slot_bytes,
+        slice_bytes,
+        ring_bytes,
+        threads: threads.min(cpus),
+        store,
     };
-    let row =
-        |up_to_bytes, threads: u32, slot_bytes, slice_bytes, ring_bytes: u64, store| PlanRow {
-            up_to_bytes,
-            slot_bytes,
-            slice_bytes,
-            ring_bytes: ring_bytes.min(ring_most).max(2 * slot_bytes),
-            threads: threads.min(cpus),
-            store,
-        };
-    let stock = PlanRow {
-        up_to_bytes: CUT_OVER_BYTES - 1,
+    let stock = |cut_over_bytes: u64| PlanRow {
+        up_to_bytes: cut_over_bytes - 1,
         ..PlanRow::default()
     };
     let (plain, streaming) = (store::ORDINARY, store::NON_TEMPORAL);
     let htod = [
-        stock,
-        row(128 * KIB, 2, 256 * KIB, 32 * KIB, 4 * MIB, streaming),
-        row(512 * KIB, 4, MIB, 32 * KIB, 4 * MIB, streaming),
-        row(2 * MIB, 6, MIB, 64 * KIB, 8 * MIB, streaming),
-        row(8 * MIB, 8, MIB, 64 * KIB, 8 * MIB, streaming),
-        row(32 * MIB, 8, 2 * MIB, 128 * KIB, 16 * MIB, streaming),
-        row(128 * MIB, 6, 4 * MIB, 256 * KIB, 16 * MIB, plain),
-        row(u64::MAX, 8, 4 * MIB, 256 * KIB, 32 * MIB, plain),
+        stock(CUT_OVER_BYTES[0]),
+        row(128 * KIB, 4, 256 * KIB, 32 * KIB, 4 * MIB, streaming),
+        row(512 * KIB, 8, 512 * KIB, 32 * KIB, 4 * MIB, streaming),
+        row(2 * MIB, 12, MIB, 32 * KIB, 16 * MIB, streaming),
+        row(8 * MIB, 6, MIB, 32 * KIB, 32 * MIB, streaming),
+        row(32 * MIB, 6, 2 * MIB, 128 * KIB, RING_MAX_BYTES, streaming),
+        row(128 * MIB, 6, 4 * MIB, 128 * KIB, RING_MAX_BYTES, streaming),
+        row(u64::MAX, 8, 4 * MIB, 256 * KIB, RING_MAX_BYTES, plain),
     ];
     let dtoh = [
-        stock,
-        row(128 * KIB, 2, 256 * KIB, 32 * KIB, 4 * MIB, streaming),
-        row(512 * KIB, 4, 512 * KIB, 32 * KIB, 4 * MIB, streaming),
-        row(MIB, 6, 512 * KIB, 32 * KIB, 4 * MIB, streaming),
-        row(8 * MIB, 8, MIB, 64 * KIB, 8 * MIB, plain),
-        row(32 * MIB, 10, 2 * MIB, 128 * KIB, 32 * MIB, plain),
-        row(u64::MAX, 12, 4 * MIB, 256 * KIB, 64 * MIB, plain),
+        stock(CUT_OVER_BYTES[1]),
+        row(128 * KIB, 4, 256 * KIB, 32 * KIB, 4 * MIB, plain),
+        row(512 * KIB, 8, 256 * KIB, 16 * KIB, 4 * MIB, streaming),
+        row(2 * MIB, 10, 512 * KIB, 16 * KIB, 16 * MIB, plain),
+        row(8 * MIB, 10, MIB, 32 * KIB, 32 * MIB, plain),
+        row(32 * MIB, 12, 2 * MIB, 64 * KIB, RING_MAX_BYTES, plain),
+        row(u64::MAX, 12, 4 * MIB, 128 * KIB, RING_MAX_BYTES, plain),
     ];
     let mut plan = Plan::NONE;
     plan.htod[..htod.len()].copy_from_slice(&htod);
@@ -238,29 +231,22 @@ mod tests {
     use std::thread::available_parallelism;
 
     #[test]
-    fn the_estimate_stages_from_64_kib_and_never_asks_for_more_threads_than_cpus() {
+    fn the_estimate_stages_from_its_cut_over_and_never_asks_for_more_threads_than_cpus() {
         for cpus in [2, 3, 8, 16, 256] {
-            let plan = estimate(cpus, 0);
+            let plan = estimate(cpus);
             let cell = PlanCell::new(&plan, cpus);
             for to_host in [false, true] {
-                assert_eq!(cell.cut_over(to_host), 64 * KIB);
-                assert_eq!(cell.row(to_host, 64 * KIB - 1), None);
-                for bytes in [64 * KIB, MIB, 100 * MIB, 1 << 40] {
+                let cut_over = CUT_OVER_BYTES[usize::from(to_host)];
+                assert_eq!(cell.cut_over(to_host), cut_over);
+                assert_eq!(cell.row(to_host, cut_over - 1), None);
+                for bytes in [cut_over, MIB, 100 * MIB, 1 << 40] {
                     let row = cell.row(to_host, bytes).expect("staged");
                     assert!(row.threads >= 2 && row.threads <= cpus);
                 }
             }
         }
-        assert_eq!(estimate(1, 0), Plan::NONE);
-        assert_eq!(estimate(0, 0), Plan::NONE);
-    }
-
-    #[test]
-    fn a_small_cache_makes_a_small_ring() {
-        let cell = PlanCell::new(&estimate(8, 8 * MIB), 8);
-        assert_eq!(cell.row(false, 1 << 30).expect("staged").ring, 8 * MIB);
-        let cell = PlanCell::new(&estimate(8, 0), 8);
-        assert_eq!(cell.row(true, 1 << 30).expect("staged").ring, 64 * MIB);
+        assert_eq!(estimate(1), Plan::NONE);
+        assert_eq!(estimate(0), Plan::NONE);
     }
 
     #[test]

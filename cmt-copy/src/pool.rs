@@ -192,7 +192,8 @@ impl Lanes {
     /// The ring that is asked for: a power of two, within what all lanes may have.
     fn affordable(&self, ring_bytes: u64, held: u64) -> u64 {
         let others = self.pinned_bytes().saturating_sub(held);
-        let left = PINNED_MAX_BYTES.saturating_sub(others);
+        // Half of what is left at most: lanes that come later must find some.
+        let left = PINNED_MAX_BYTES.saturating_sub(others) / 2;
         let bytes = ring_bytes.max(RING_FIRST_BYTES).min(left);
         if bytes < SLICE_MAX_BYTES {
             0

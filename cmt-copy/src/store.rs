@@ -25,15 +25,6 @@ pub(crate) enum Store {
     /// `rep movsb`.
     #[cfg(target_arch = "x86_64")]
     RepMovsb,
-    /// Ordinary stores, 64 bytes each; the source is fetched past the caches.
-    #[cfg(target_arch = "x86_64")]
-    PassingAvx512,
-    /// The same with 32 bytes.
-    #[cfg(target_arch = "x86_64")]
-    PassingAvx2,
-    /// The same with 16 bytes.
-    #[cfg(target_arch = "x86_64")]
-    PassingSse2,
 }
 
 /// Shorter pieces are not worth the alignment and the fence.
@@ -50,11 +41,6 @@ impl Store {
             store::NON_TEMPORAL if std::is_x86_feature_detected!("avx2") => Self::Avx2,
             store::NON_TEMPORAL => Self::Sse2,
             store::REP_MOVSB => Self::RepMovsb,
-            store::NON_TEMPORAL_LOADS if std::is_x86_feature_detected!("avx512f") => {
-                Self::PassingAvx512
-            }
-            store::NON_TEMPORAL_LOADS if std::is_x86_feature_detected!("avx2") => Self::PassingAvx2,
-            store::NON_TEMPORAL_LOADS => Self::PassingSse2,
             _ => Self::Ordinary,
         }
     }
@@ -79,9 +65,6 @@ impl Store {
                     Self::Avx512 => x86::avx512(to, from, bytes),
                     Self::Avx2 => x86::avx2(to, from, bytes),
                     Self::Sse2 => x86::sse2(to, from, bytes),
-                    Self::PassingAvx512 => x86::passing_avx512(to, from, bytes),
-                    Self::PassingAvx2 => x86::passing_avx2(to, from, bytes),
-                    Self::PassingSse2 => x86::passing_sse2(to, from, bytes),
                     _ => x86::rep_movsb(to, from, bytes),
                 }
             }
@@ -99,11 +82,10 @@ mod x86 {
     /// How far ahead the source is fetched, in bytes.
     const AHEAD: usize = 2048;
 
-    /// Defines a copy whose body moves four vectors at a time to aligned addresses and fetches the source past the caches,
-    /// with ordinary copies at both ends.
-    macro_rules! vectors {
+    /// Defines a copy whose body stores four aligned vectors non-temporally, with ordinary copies at both ends.
+    macro_rules! non_temporal {
         ($name:ident, $features:literal, $vector:ty, $load:ident, $store:ident) => {
-            /// Copies, and fences the stores.
+            /// Copies with non-temporal stores and fences them.
             ///
             /// # Safety
             /// The CPU must have the instructions; `from` readable, `to` writable for `bytes` bytes, no overlap.
@@ -145,42 +127,21 @@ mod x86 {
         };
     }
 
-    vectors!(
+    non_temporal!(
         avx512,
         "avx512f",
         __m512i,
         _mm512_loadu_si512,
         _mm512_stream_si512
     );
-    vectors!(
+    non_temporal!(
         avx2,
         "avx2",
         __m256i,
         _mm256_loadu_si256,
         _mm256_stream_si256
     );
-    vectors!(sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128);
-    vectors!(
-        passing_avx512,
-        "avx512f",
-        __m512i,
-        _mm512_loadu_si512,
-        _mm512_store_si512
-    );
-    vectors!(
-        passing_avx2,
-        "avx2",
-        __m256i,
-        _mm256_loadu_si256,
-        _mm256_store_si256
-    );
-    vectors!(
-        passing_sse2,
-        "sse2",
-        __m128i,
-        _mm_loadu_si128,
-        _mm_store_si128
-    );
+    non_temporal!(sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128);
 
     /// Copies with one string instruction.
     ///
@@ -209,12 +170,12 @@ mod tests {
         let mut all = vec![Store::Ordinary];
         #[cfg(target_arch = "x86_64")]
         {
-            all.extend([Store::Sse2, Store::RepMovsb, Store::PassingSse2]);
+            all.extend([Store::Sse2, Store::RepMovsb]);
             if std::is_x86_feature_detected!("avx2") {
-                all.extend([Store::Avx2, Store::PassingAvx2]);
+                all.push(Store::Avx2);
             }
             if std::is_x86_feature_detected!("avx512f") {
-                all.extend([Store::Avx512, Store::PassingAvx512]);
+                all.push(Store::Avx512);
             }
         }
         all

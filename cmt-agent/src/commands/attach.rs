@@ -110,7 +110,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let threads = Cpus::of(args.pid)
         .context("reading the target's CPU limits")?
         .threads();
-    let plan = plan.unwrap_or_else(|| cmt_copy::plan::estimate(threads, 0));
+    let plan = plan.unwrap_or_else(|| cmt_copy::plan::estimate(threads));
     if plan
         .htod
         .iter()

@@ -269,7 +269,7 @@ fn main() {
     let largest = (numbers.first().copied().unwrap_or(1024) as usize) << 20;
     let gpu = Gpu::open(largest);
     let cpus = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
-    let mut plan = estimate(cpus, 0);
+    let mut plan = estimate(cpus);
     if let [_, slot, slice, ring, threads, store] = numbers[..] {
         let row = PlanRow {
             up_to_bytes: u64::MAX,

@@ -21,11 +21,7 @@ fn grid(bytes: u64, ring: u64, threads: &[u32], to_host: bool) -> Vec<Candidate>
     for &threads in threads {
         for slot in [64, 128, 256, 512, 1024, 2048, 4096].map(|n| n * kib) {
             for slice in [16, 32, 64, 128, 256].map(|n| n * kib) {
-                for store in [
-                    store::ORDINARY,
-                    store::NON_TEMPORAL,
-                    store::NON_TEMPORAL_LOADS,
-                ] {
+                for store in [store::ORDINARY, store::NON_TEMPORAL] {
                     let makes_sense = slice <= slot
                         && slot / slice <= 32
                         && 2 * slot <= ring
@@ -34,7 +30,6 @@ fn grid(bytes: u64, ring: u64, threads: &[u32], to_host: bool) -> Vec<Candidate>
                         && slice >= (bytes / 512).min(128 * kib)
                         && slice * 2 <= bytes.max(64 * kib)
                         && (!large || threads >= 6)
-                        && (to_host || store != store::NON_TEMPORAL_LOADS)
                         && (to_host || store == store::NON_TEMPORAL || large);
                     if makes_sense {
                         let row = PlanRow {
