@@ -10,6 +10,7 @@
 
 mod classify;
 mod driver;
+mod fresh;
 mod lane;
 mod layout;
 mod patience;

@@ -13,6 +13,7 @@ use cmt_common::control::PassReason;
 
 use crate::Outcome;
 use crate::driver::{Code, Driver, Stream, code};
+use crate::fresh::HugePages;
 use crate::lane::Held;
 use crate::layout::{Sending, Slots};
 use crate::patience::Patience;
@@ -187,7 +188,8 @@ impl Copy<'_> {
     /// The application's contract with CUDA: `host` is writable for `bytes` bytes until this returns, `device` is a range
     /// that it may read on this stream.
     pub(crate) unsafe fn dtoh(mut self) -> Outcome {
-        // Fresh destinations would get MADV_HUGEPAGE here, before the first page fault.
+        // SAFETY: the caller's promise.
+        let _huge_pages = unsafe { HugePages::for_destination(self.host, self.bytes) };
         let board = self.held.board();
         // SAFETY: the caller's promise; `open` gets the lane that this copy holds.
         match unsafe { self.receive(board) } {
