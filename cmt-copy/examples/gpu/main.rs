@@ -1,12 +1,14 @@
 //! The engine on a real GPU, without hooks: checks every byte and what the engine assumes of the driver, then compares
 //! stock, staged and pinned copies.
 //!
-//! `cargo run --release -p cmt-copy --example gpu [calls|search] [LARGEST_MIB]`
+//! `cargo run --release -p cmt-copy --example gpu [calls|search|crowd] [LARGEST_MIB]`
 //!
-//! `calls` prints what single calls of the driver cost, `search` looks for the best row by size and direction. Further arguments `SLOT SLICE RING THREADS STORE` (KiB, KiB, KiB) replace the default plan by one row.
+//! `calls` prints what single calls of the driver cost, `search` looks for the best row by size and direction,
+//! `crowd` measures fresh destinations, CPU time and many threads. Further arguments `SLOT SLICE RING THREADS STORE` (KiB, KiB, KiB) replace the default plan by one row.
 #![expect(unsafe_code, reason = "calls the CUDA driver directly")]
 
 mod calls;
+mod crowd;
 mod search;
 
 use std::ffi::{CString, c_void};
@@ -41,9 +43,13 @@ macro_rules! cuda {
     }};
 }
 
+// SAFETY: addresses and handles, which the driver takes from any thread.
+unsafe impl Sync for Gpu {}
+
 struct Gpu {
     library: *mut c_void,
     originals: [u64; HOOKED],
+    context: usize,
     device: u64,
     pinned: *mut u8,
     stream: usize,
@@ -81,6 +87,7 @@ impl Gpu {
         Self {
             library,
             originals,
+            context,
             device,
             pinned: pinned as *mut u8,
             stream,
@@ -132,6 +139,54 @@ impl Gpu {
         assert_eq!(outcome, Outcome::Staged(0), "{request:?}");
         if is_async {
             assert_eq!(self.synchronize(), 0);
+        }
+    }
+
+    /// Makes the context current on this thread.
+    fn bind(&self) {
+        assert_eq!(
+            cuda!(self.library, "cuCtxSetCurrent", self.context => usize),
+            0
+        );
+    }
+
+    /// The stock copy `offset` bytes into the device memory.
+    fn stock_at(&self, to_host: bool, host: *mut u8, bytes: usize, offset: usize) {
+        let device = self.device + offset as u64;
+        let code = if to_host {
+            cuda!(self.library, "cuMemcpyDtoH_v2", host => *mut u8, device => u64, bytes => usize)
+        } else {
+            cuda!(self.library, "cuMemcpyHtoD_v2", device => u64, host => *mut u8, bytes => usize)
+        };
+        assert_eq!(code, 0);
+    }
+
+    /// The same as a hook does it: stock where the engine passes.
+    fn maybe_staged(
+        &self,
+        engine: &Engine,
+        to_host: bool,
+        host: *mut u8,
+        bytes: usize,
+        offset: usize,
+    ) {
+        let device = self.device + offset as u64;
+        let (function, dst, src) = if to_host {
+            (DTOH, host as u64, device)
+        } else {
+            (HTOD, device, host as u64)
+        };
+        let request = Request {
+            function,
+            dst,
+            src,
+            bytes,
+            stream: 0,
+        };
+        // SAFETY: both ranges lie within the buffers.
+        match unsafe { engine.copy(&request) } {
+            Outcome::Staged(code) => assert_eq!(code, 0),
+            Outcome::Pass(_) => self.stock_at(to_host, host, bytes, offset),
         }
     }
 
@@ -262,7 +317,8 @@ fn busy(gpu: &Gpu, engine: &Engine, host: *mut u8, largest: usize) {
 
 fn main() {
     let mut arguments = std::env::args().skip(1).peekable();
-    let mode = arguments.next_if(|argument| ["calls", "search"].contains(&argument.as_str()));
+    let mode =
+        arguments.next_if(|argument| ["calls", "search", "crowd"].contains(&argument.as_str()));
     let numbers: Vec<u64> = arguments
         .map(|argument| argument.parse().expect("a number"))
         .collect();
@@ -289,6 +345,7 @@ fn main() {
     let mut target = vec![0u8; largest + 64];
     target.fill(1);
     match mode.as_deref() {
+        Some("crowd") => return crowd::print(&gpu, cpus, largest, [host, target.as_mut_ptr()]),
         Some("calls") => return calls::print(&gpu, host),
         Some(_) => return search::print(&gpu, cpus, largest, [host, target.as_mut_ptr()]),
         None => {}
