@@ -10,7 +10,8 @@
 )]
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU8, Ordering};
+
+use crate::protocol::{Task, Work, touch};
 
 /// A huge page of x86-64 and of aarch64 with 4 KiB pages.
 const HUGE_BYTES: u64 = 2 << 20;
@@ -51,11 +52,9 @@ impl HugePages {
         {
             return None;
         }
-        // One byte of the last block tells whether a fault brings a huge page already. It is written as it is: the first
-        // access must be a write, since a read could bring the kernel's page of zeros.
-        // SAFETY: within the destination (the caller's promise), and atomic.
-        let byte = unsafe { AtomicU8::from_ptr(last as *mut u8) };
-        let _ = byte.compare_exchange(0, 0, Ordering::Relaxed, Ordering::Relaxed);
+        // The last block tells whether a fault brings a huge page already.
+        // SAFETY: within the destination (the caller's promise).
+        unsafe { touch(last as *mut u8) };
         if resident(last, HUGE_BYTES) == Some(HUGE_BYTES / PAGE_BYTES) {
             return None;
         }
@@ -64,6 +63,17 @@ impl HugePages {
             bytes: (last - start) as usize,
         };
         asked.advise(libc::MADV_HUGEPAGE).then_some(asked)
+    }
+
+    /// Brings them in, a slice each.
+    pub(crate) fn task(&self) -> Task {
+        Task {
+            host: self.start as *mut u8,
+            bytes: self.bytes,
+            slice_bytes: HUGE_BYTES as usize,
+            work: Work::Touch,
+            ..Task::NONE
+        }
     }
 
     fn advise(&self, advice: i32) -> bool {

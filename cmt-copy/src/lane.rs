@@ -318,6 +318,11 @@ impl Lane {
         free.ok().map(|_| unsafe { &mut *self.state.get() })
     }
 
+    /// Whether a copy has it at this moment.
+    pub(crate) fn is_taken(&self) -> bool {
+        self.taken.load(Ordering::Relaxed)
+    }
+
     pub(crate) fn give_back(&self) {
         self.taken.store(false, Ordering::Release);
     }
@@ -345,7 +350,7 @@ mod tests {
             ring_bytes: 64,
             ring_start: 0,
             slice_bytes: 4,
-            into_ring: true,
+            work: crate::protocol::Work::IntoRing,
             store: Store::Ordinary,
         };
         // SAFETY: the lane is held, and host and ring outlive every slice.

@@ -37,6 +37,11 @@ use crate::staging::Copy;
 /// How long [`Engine::shutdown`] waits for streams that still read from pinned memory.
 const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(2);
 
+/// A copy that may wait does so for a lane that another one is done with soon, for so long and for as long as stock takes for
+/// its bytes: stock's copies keep the driver to themselves, and hold the staged ones up.
+const LANE_PATIENCE: Duration = Duration::from_micros(200);
+const STOCK_BYTES_A_NANOSECOND: u64 = 8;
+
 /// One call of a hooked copy function.
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
@@ -149,7 +154,12 @@ impl Engine {
             ring_bytes: row.ring,
             without_waiting: must_not_wait.then_some(bytes),
         };
-        let held = self.lanes.take(&self.driver, &wanted)?;
+        let patience = if must_not_wait {
+            Duration::ZERO
+        } else {
+            LANE_PATIENCE + Duration::from_nanos(bytes / STOCK_BYTES_A_NANOSECOND)
+        };
+        let held = self.lanes.take_within(&self.driver, &wanted, patience)?;
         self.lanes.crew.ensure(&self.lanes, row.threads - 1);
         let row = row.within(held.pinned.bytes() as u64);
         let copy = Copy {

@@ -65,7 +65,7 @@ pub fn estimate(cpus: u32) -> Plan {
         row(2 * MIB, 10, 512 * KIB, 16 * KIB, 16 * MIB, plain),
         row(8 * MIB, 10, MIB, 32 * KIB, 32 * MIB, plain),
         row(32 * MIB, 12, 2 * MIB, 64 * KIB, RING_MAX_BYTES, plain),
-        row(u64::MAX, 12, 4 * MIB, 128 * KIB, RING_MAX_BYTES, plain),
+        row(u64::MAX, 8, 4 * MIB, 128 * KIB, RING_MAX_BYTES, plain),
     ];
     let mut plan = Plan::NONE;
     plan.htod[..htod.len()].copy_from_slice(&htod);

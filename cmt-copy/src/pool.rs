@@ -9,6 +9,7 @@ use cmt_common::control::PassReason;
 
 use crate::driver::{Context, Driver, StreamId};
 use crate::lane::{Held, Lane, State};
+use crate::patience::Patience;
 use crate::pinned::Pinned;
 use crate::plan::SLICE_MAX_BYTES;
 use crate::workers::Crew;
@@ -102,6 +103,23 @@ impl Lanes {
             }
         }
         self.take_new(driver, wanted)
+    }
+
+    /// The same, but while all lanes are taken by copies that run, waits for one up to `limit`.
+    pub(crate) fn take_within(
+        &self,
+        driver: &Driver,
+        wanted: &Wanted,
+        limit: Duration,
+    ) -> Result<Held<'_>, PassReason> {
+        let mut patience = Patience::default();
+        loop {
+            match self.take(driver, wanted) {
+                Err(PassReason::Busy)
+                    if patience.pause() < limit && self.lanes.iter().any(Lane::is_taken) => {}
+                result => return result,
+            }
+        }
     }
 
     /// A lane that has no memory yet, or that another context can do without.

@@ -17,7 +17,7 @@
 )]
 
 use std::cell::UnsafeCell;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use crate::patience::Patience;
 use crate::plan::{RING_MAX_BYTES, SLICE_MIN_BYTES};
@@ -29,6 +29,17 @@ pub(crate) const MARKS: usize = (RING_MAX_BYTES / SLICE_MIN_BYTES) as usize;
 /// Keeps what different threads write on different cache lines (two, since they are fetched in pairs).
 #[repr(align(128))]
 pub(crate) struct Line<T>(pub T);
+
+/// What is to be done with a slice.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Work {
+    /// HtoD: its bytes go from the application into the ring.
+    IntoRing,
+    /// DtoH: the other way.
+    OutOfRing,
+    /// Its first page is brought in; no byte changes.
+    Touch,
+}
 
 /// What the slices of a copy are.
 #[derive(Clone, Copy)]
@@ -42,21 +53,20 @@ pub(crate) struct Task {
     /// Where slice 0 lies in the ring; a multiple of `slice_bytes`, which divides `ring_bytes`.
     pub ring_start: usize,
     pub slice_bytes: usize,
-    /// True for HtoD: bytes go from the application into the ring.
-    pub into_ring: bool,
+    pub work: Work,
     pub store: Store,
 }
 
 impl Task {
     /// A task without bytes.
-    const NONE: Self = Self {
+    pub(crate) const NONE: Self = Self {
         host: core::ptr::null_mut(),
         bytes: 0,
         ring: core::ptr::null_mut(),
         ring_bytes: 1,
         ring_start: 0,
         slice_bytes: 1,
-        into_ring: true,
+        work: Work::Touch,
         store: Store::Ordinary,
     };
 
@@ -71,14 +81,25 @@ impl Task {
         // SAFETY: `offset + bytes` stays within the copy; the ring is a whole number of slices, so the place has room for
         // one. Application memory and pinned ring are different mappings.
         unsafe {
-            let (host, ring) = (self.host.add(offset), self.ring.add(place));
-            if self.into_ring {
-                self.store.copy(ring, host, bytes);
-            } else {
-                self.store.copy(host, ring, bytes);
+            let (host, ring) = (self.host.add(offset), self.ring.wrapping_add(place));
+            match self.work {
+                Work::IntoRing => self.store.copy(ring, host, bytes),
+                Work::OutOfRing => self.store.copy(host, ring, bytes),
+                Work::Touch => touch(host),
             }
         }
     }
+}
+
+/// Brings the page at `byte` in, ready to be written, and leaves what it holds. The first access is a write: a read could
+/// bring the kernel's page of zeros, and cost a second fault.
+///
+/// # Safety
+/// The byte must be writable, and be written by no one else but atomically.
+pub(crate) unsafe fn touch(byte: *mut u8) {
+    // SAFETY: the caller's promise.
+    let byte = unsafe { AtomicU8::from_ptr(byte) };
+    let _ = byte.compare_exchange(0, 0, Ordering::Relaxed, Ordering::Relaxed);
 }
 
 /// The slices of one lane.
@@ -264,7 +285,11 @@ mod tests {
             ring_bytes: ring.len(),
             ring_start: slice_bytes,
             slice_bytes,
-            into_ring,
+            work: if into_ring {
+                Work::IntoRing
+            } else {
+                Work::OutOfRing
+            },
             store: Store::Ordinary,
         }
     }

@@ -19,7 +19,7 @@ use crate::layout::{Sending, Slots};
 use crate::patience::Patience;
 use crate::plan::Row;
 use crate::pool::Lanes;
-use crate::protocol::{Board, Task};
+use crate::protocol::{Board, MARKS, Task, Work};
 use crate::workers::CopyRuns;
 
 /// An asynchronous HtoD that finds no room in the ring and sees no progress for so long, and for as long as stock itself
@@ -38,6 +38,8 @@ const LINK_BYTES_A_NANOSECOND: u64 = 50;
 const LINK_LEAD: Duration = Duration::from_micros(4);
 /// Shorter copies are over before a sleeping helper is awake.
 const WAKE_FROM_BYTES: u64 = 128 << 10;
+/// Longer ones wake all helpers at once.
+const WAKE_ALL_FROM_BYTES: u64 = 2 << 20;
 
 /// One copy, ready to be staged.
 pub(crate) struct Copy<'a> {
@@ -188,9 +190,13 @@ impl Copy<'_> {
     /// The application's contract with CUDA: `host` is writable for `bytes` bytes until this returns, `device` is a range
     /// that it may read on this stream.
     pub(crate) unsafe fn dtoh(mut self) -> Outcome {
-        // SAFETY: the caller's promise.
-        let _huge_pages = unsafe { HugePages::for_destination(self.host, self.bytes) };
         let board = self.held.board();
+        // SAFETY: the caller's promise.
+        let huge_pages = unsafe { HugePages::for_destination(self.host, self.bytes) };
+        if let Some(pages) = &huge_pages {
+            // SAFETY: they are part of the destination.
+            unsafe { self.touch(board, pages) };
+        }
         // SAFETY: the caller's promise; `open` gets the lane that this copy holds.
         match unsafe { self.receive(board) } {
             Ok(()) => Outcome::Staged(code::SUCCESS),
@@ -246,6 +252,33 @@ impl Copy<'_> {
         Ok(())
     }
 
+    /// Has every huge page of the destination brought in by one thread each: helpers that met in one page while they copy
+    /// would each clear one, and throw it away.
+    ///
+    /// # Safety
+    /// As [`Copy::dtoh`]; `pages` is part of the destination.
+    unsafe fn touch(&self, board: &Board, pages: &HugePages) {
+        let task = pages.task();
+        let total = (task.bytes / task.slice_bytes) as u64;
+        // SAFETY: this copy holds the lane, and every copy before it left the board with all tickets done or withdrawn.
+        unsafe { board.open(task, self.row.threads - 1) };
+        let mut patience = Patience::default();
+        let (mut offered, mut done) = (0, 0);
+        while done < total {
+            if offered < total.min(done + MARKS as u64) {
+                offered = total.min(done + MARKS as u64);
+                self.offer(board, offered);
+            }
+            while done < offered && board.is_done(done) {
+                done += 1;
+                patience.reset();
+            }
+            if !board.work() {
+                patience.pause();
+            }
+        }
+    }
+
     /// Puts the task on the board; nothing is on offer yet.
     ///
     /// # Safety
@@ -259,7 +292,11 @@ impl Copy<'_> {
             ring_bytes: pinned.bytes(),
             ring_start: (start % pinned.bytes() as u64) as usize,
             slice_bytes: self.row.slice as usize,
-            into_ring,
+            work: if into_ring {
+                Work::IntoRing
+            } else {
+                Work::OutOfRing
+            },
             store: self.row.store,
         };
         // SAFETY: this copy holds the lane, and every copy before it left the board with all tickets done or withdrawn.
@@ -270,7 +307,12 @@ impl Copy<'_> {
     fn offer(&self, board: &Board, slices: u64) {
         board.offer(slices);
         if self.row.threads > 1 && self.bytes >= WAKE_FROM_BYTES {
-            self.lanes.crew.wake_one(self.row.threads - 1);
+            let most = if self.bytes < WAKE_ALL_FROM_BYTES {
+                1
+            } else {
+                u32::MAX
+            };
+            self.lanes.crew.wake_for(self.row.threads - 1, most);
         }
     }
 

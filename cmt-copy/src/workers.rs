@@ -1,7 +1,8 @@
 //! The helper threads: they move slices and make no CUDA call.
 //!
-//! They start with the first staged copy, spin for a moment when there is nothing to do, then sleep on a futex. A copy
-//! wakes one; each that wakes and finds more wakes two more, so the caller pays for one system call at most.
+//! They start with the first staged copy, spin for a moment when there is nothing to do, then sleep on a futex. A short
+//! copy wakes one, and each that wakes and finds more wakes two more, so the caller pays little; a long copy, which pays for
+//! every helper that comes late, wakes all that it wants at once.
 #![expect(unsafe_code, reason = "threads, signal masks and futexes by libc")]
 
 use core::ffi::{CStr, c_void};
@@ -81,15 +82,18 @@ impl Crew {
         CopyRuns(self)
     }
 
-    /// There is more to do for a copy that wants `wanted` helpers: wakes one if too few are awake for all copies that run.
-    pub(crate) fn wake_one(&self, wanted: u32) {
+    /// There is more to do for a copy that wants `wanted` helpers: wakes as many as are missing for all copies that run, but
+    /// `most` at a time.
+    pub(crate) fn wake_for(&self, wanted: u32, most: u32) {
         // Pairs with the fence in `sleep`: either this sees the sleeper, or the sleeper sees the work.
         fence(Ordering::SeqCst);
         let sleepers = self.sleepers.0.load(Ordering::Relaxed);
         if sleepers > 0 {
             let awake = self.live().saturating_sub(sleepers);
-            if awake < wanted.saturating_mul(self.copies.0.load(Ordering::Relaxed)) {
-                self.wake(1);
+            let all = wanted.saturating_mul(self.copies.0.load(Ordering::Relaxed));
+            let missing = all.saturating_sub(awake).min(sleepers).min(most);
+            if missing > 0 {
+                self.wake(missing.cast_signed());
             }
         }
     }
@@ -215,15 +219,15 @@ impl Lanes {
             if !lane.board.wants_helper() || !lane.board.join() {
                 continue;
             }
+            if core::mem::take(woken)
+                && lane.board.wants_helper()
+                && self.crew.sleepers.0.load(Ordering::Relaxed) > 0
+            {
+                self.crew.wake(2);
+            }
             let mut worked = false;
             while lane.board.work() {
                 worked = true;
-                if core::mem::take(woken)
-                    && lane.board.wants_helper()
-                    && self.crew.sleepers.0.load(Ordering::Relaxed) > 0
-                {
-                    self.crew.wake(2);
-                }
             }
             lane.board.leave();
             if worked {
