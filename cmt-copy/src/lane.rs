@@ -12,7 +12,7 @@
 use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::driver::{Code, Context, Driver, Stream, StreamId, code};
 use crate::patience::nap;
@@ -23,11 +23,15 @@ use crate::protocol::Board;
 /// Announcements in flight in one lane; with events instead of a completion word, fewer.
 const ANNOUNCEMENTS: usize = 1024;
 const EVENTS: usize = 32;
+/// Nobody waits for a lane whose copy has seen no progress for so long.
+const STALLED_AFTER: Duration = Duration::from_micros(300);
 
 /// One lane.
 pub(crate) struct Lane {
     pub(crate) board: Board,
     taken: AtomicBool,
+    /// Whoever has taken it waits for its stream, and has for a while.
+    stalled: AtomicBool,
     /// Id of its context plus 1, 0 while it has none. A hint: the state says it for sure.
     pub(crate) context_hint: AtomicU64,
     state: UnsafeCell<Option<State>>,
@@ -292,6 +296,14 @@ impl<'a> Held<'a> {
         Self { lane, state }
     }
 
+    /// Notes how long this copy has waited for its stream without progress.
+    pub(crate) fn note_wait(&self, waited: Duration) {
+        let stalled = waited > STALLED_AFTER;
+        if self.lane.stalled.load(Ordering::Relaxed) != stalled {
+            self.lane.stalled.store(stalled, Ordering::Relaxed);
+        }
+    }
+
     /// The lane's slices.
     pub(crate) fn board(&self) -> &'a Board {
         &self.lane.board
@@ -303,6 +315,7 @@ impl Lane {
         Self {
             board: Board::new(),
             taken: AtomicBool::new(false),
+            stalled: AtomicBool::new(false),
             context_hint: AtomicU64::new(0),
             state: UnsafeCell::new(None),
         }
@@ -318,12 +331,13 @@ impl Lane {
         free.ok().map(|_| unsafe { &mut *self.state.get() })
     }
 
-    /// Whether a copy has it at this moment.
-    pub(crate) fn is_taken(&self) -> bool {
-        self.taken.load(Ordering::Relaxed)
+    /// Whether a copy has it that gets on at this moment.
+    pub(crate) fn is_at_work(&self) -> bool {
+        self.taken.load(Ordering::Relaxed) && !self.stalled.load(Ordering::Relaxed)
     }
 
     pub(crate) fn give_back(&self) {
+        self.stalled.store(false, Ordering::Relaxed);
         self.taken.store(false, Ordering::Release);
     }
 }

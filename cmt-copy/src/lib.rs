@@ -38,9 +38,9 @@ use crate::staging::Copy;
 const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(2);
 
 /// A copy that may wait does so for a lane that another one is done with soon, for so long and for as long as stock takes for
-/// its bytes: stock's copies keep the driver to themselves, and hold the staged ones up.
+/// its bytes when several copy at once: stock's copies keep the driver to themselves, and hold the staged ones up.
 const LANE_PATIENCE: Duration = Duration::from_micros(200);
-const STOCK_BYTES_A_NANOSECOND: u64 = 8;
+const STOCK_BYTES_A_NANOSECOND: u64 = 1;
 
 /// One call of a hooked copy function.
 #[derive(Clone, Copy, Debug)]

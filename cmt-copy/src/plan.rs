@@ -61,11 +61,11 @@ pub fn estimate(cpus: u32) -> Plan {
     let dtoh = [
         stock(CUT_OVER_BYTES[1]),
         row(128 * KIB, 4, 256 * KIB, 32 * KIB, 4 * MIB, plain),
-        row(512 * KIB, 8, 256 * KIB, 16 * KIB, 4 * MIB, streaming),
+        row(512 * KIB, 10, 256 * KIB, 32 * KIB, 16 * MIB, streaming),
         row(2 * MIB, 10, 512 * KIB, 16 * KIB, 16 * MIB, plain),
         row(8 * MIB, 10, MIB, 32 * KIB, 32 * MIB, plain),
         row(32 * MIB, 12, 2 * MIB, 64 * KIB, RING_MAX_BYTES, plain),
-        row(u64::MAX, 8, 4 * MIB, 128 * KIB, RING_MAX_BYTES, plain),
+        row(u64::MAX, 8, 4 * MIB, 256 * KIB, RING_MAX_BYTES, streaming),
     ];
     let mut plan = Plan::NONE;
     plan.htod[..htod.len()].copy_from_slice(&htod);

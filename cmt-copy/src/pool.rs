@@ -9,7 +9,7 @@ use cmt_common::control::PassReason;
 
 use crate::driver::{Context, Driver, StreamId};
 use crate::lane::{Held, Lane, State};
-use crate::patience::Patience;
+use crate::patience::nap;
 use crate::pinned::Pinned;
 use crate::plan::SLICE_MAX_BYTES;
 use crate::workers::Crew;
@@ -31,6 +31,8 @@ const USES_HOST_PAGE_TABLES: i32 = 100;
 pub(crate) struct Lanes {
     pub(crate) crew: Crew,
     lanes: [Lane; LANES],
+    /// Copies that may be at work at once before others that can wait do.
+    most_at_work: usize,
     pinned_bytes: AtomicU64,
     started: Instant,
     /// Milliseconds after `started` before which no pinned memory is asked for.
@@ -56,6 +58,7 @@ impl Lanes {
         Self {
             crew: Crew::new(helpers),
             lanes: core::array::from_fn(|_| Lane::new()),
+            most_at_work: ((helpers as usize + 1) / 4).clamp(2, LANES),
             pinned_bytes: AtomicU64::new(0),
             started: Instant::now(),
             no_pinning_before_ms: AtomicU64::new(0),
@@ -105,20 +108,25 @@ impl Lanes {
         self.take_new(driver, wanted)
     }
 
-    /// The same, but while all lanes are taken by copies that run, waits for one up to `limit`.
+    /// The same, but while enough other copies are at work, or all lanes are taken by such, waits up to `limit`: more copies at
+    /// once than there are CPUs for would only hold each other up.
     pub(crate) fn take_within(
         &self,
         driver: &Driver,
         wanted: &Wanted,
         limit: Duration,
     ) -> Result<Held<'_>, PassReason> {
-        let mut patience = Patience::default();
+        let mut since = None;
+        let mut may_wait = || since.get_or_insert_with(Instant::now).elapsed() < limit;
         loop {
-            match self.take(driver, wanted) {
-                Err(PassReason::Busy)
-                    if patience.pause() < limit && self.lanes.iter().any(Lane::is_taken) => {}
-                result => return result,
+            let at_work = self.lanes.iter().filter(|lane| lane.is_at_work()).count();
+            if at_work < self.most_at_work || !may_wait() {
+                match self.take(driver, wanted) {
+                    Err(PassReason::Busy) if at_work > 0 && may_wait() => {}
+                    result => return result,
+                }
             }
+            nap();
         }
     }
 

@@ -371,6 +371,7 @@ impl Copy<'_> {
 
     /// From time to time during a wait: learns of an error, or that the stream is idle whatever the completion word says.
     fn ask(&mut self, patience: &mut Patience, waited: Duration) -> Result<(), Code> {
+        self.held.note_wait(waited);
         if !patience.is_time_to_ask(waited) {
             return Ok(());
         }

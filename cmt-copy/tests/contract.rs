@@ -468,3 +468,81 @@ fn the_end_waits_for_uploads_in_flight_and_leaks_what_stays_in_flight() {
     slow.finish();
     assert_eq!((first.wrong(1), second.wrong(2)), (None, None));
 }
+
+#[test]
+fn twice_as_many_copies_as_lanes_at_once_are_staged_or_passed_and_right() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(2), 2);
+    let staged = std::sync::atomic::AtomicU32::new(0);
+    // On a slow machine some wait for a lane in vain.
+    let is_staged = |outcome| {
+        assert!(outcome == STAGED || outcome == passed(PassReason::Busy));
+        staged.fetch_add(u32::from(outcome == STAGED), Ordering::Relaxed);
+        outcome == STAGED
+    };
+    std::thread::scope(|scope| {
+        for thread in 0..16 {
+            let (engine, context, is_staged) = (&engine, &context, &is_staged);
+            scope.spawn(move || {
+                context.make_current();
+                let mut target = device(context, 1 << 20);
+                let stream = context.stream();
+                for round in 0..8 {
+                    let mut back = Memory::host(1 << 20, 1, 0);
+                    let seed = thread * 100 + round;
+                    if !is_staged(upload(engine, &mut target, 1 << 20, 0, seed)) {
+                        continue;
+                    }
+                    context.legacy.finish();
+                    let (to, from) = (back.address(), target.address());
+                    let handle = stream.handle;
+                    if is_staged(mock::call(
+                        engine,
+                        mock::DTOH_ASYNC,
+                        to,
+                        from,
+                        1 << 20,
+                        handle,
+                    )) {
+                        assert_eq!(back.wrong(seed), None);
+                    }
+                }
+            });
+        }
+    });
+    assert!(staged.load(Ordering::Relaxed) > 100);
+    engine.shutdown();
+    assert_eq!(context.pinned_bytes(), 0);
+}
+
+#[test]
+fn nobody_waits_for_copies_that_wait_for_a_busy_stream() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(2), 2);
+    let streams: Vec<_> = (0..8).map(|_| context.stream()).collect();
+    let gates: Vec<_> = streams.iter().map(|stream| stream.block()).collect();
+    std::thread::scope(|scope| {
+        for stream in &streams {
+            let (engine, context) = (&engine, &context);
+            scope.spawn(move || {
+                context.make_current();
+                let mut source = device(context, 1 << 20);
+                let mut back = Memory::host(1 << 20, 0, 0);
+                let (to, from) = (back.address(), source.address());
+                let outcome =
+                    mock::call(engine, mock::DTOH_ASYNC, to, from, 1 << 20, stream.handle);
+                assert_eq!(outcome, STAGED);
+            });
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        let mut target = device(&context, 64 << 20);
+        let outcome = upload(&engine, &mut target, 64 << 20, 0, 1);
+        assert_eq!(
+            outcome,
+            passed(PassReason::Busy),
+            "its limit is far longer than this test's"
+        );
+        gates.iter().for_each(|gate| gate.open());
+    });
+    engine.shutdown();
+}
