@@ -6,7 +6,7 @@ mkdir -p "$out/endbr"
 out=$(realpath "$out")
 cd "$(dirname "$0")"
 cc=${CC:-gcc}
-driver="copy.c capture.c context.c device.c event.c link.c memory.c stream.c"
+driver="copy.c capture.c context.c device.c event.c link.c memory.c stream.c vmm.c"
 flags="-std=c11 -O2 -g -fPIC -shared -fvisibility=hidden -Wall -Wextra -Werror -pthread
     -fno-omit-frame-pointer -fno-shrink-wrap -Wl,--hash-style=gnu -Wl,-z,defs ${STANDIN_CFLAGS:-}"
 

@@ -21,12 +21,14 @@ static bool known(CUcontext context)
 
 CUresult context_current_locked(CUcontext *context)
 {
+    if (in_host_function())
+        return CUDA_ERROR_NOT_PERMITTED;
     if (depth == 0 || !stack[depth - 1])
         return CUDA_ERROR_INVALID_CONTEXT;
     if (!stack[depth - 1]->alive)
         return CUDA_ERROR_CONTEXT_IS_DESTROYED;
     *context = stack[depth - 1];
-    return CUDA_SUCCESS;
+    return (*context)->fault;
 }
 
 CUresult context_current(CUcontext *context)
@@ -272,7 +274,9 @@ EXPORT CUresult cuCtxSynchronize(void)
     result = context_current_locked(&context);
     if (result == CUDA_SUCCESS)
         result = capture_context_synchronous(context);
-    if (result == CUDA_SUCCESS)
+    if (result == CUDA_SUCCESS) {
         context_drain(context);
+        result = context->fault;
+    }
     LEAVE(result);
 }

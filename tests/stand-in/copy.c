@@ -73,16 +73,20 @@ static bool stages_without_waiting(const struct work *work, size_t bytes)
 }
 
 /* Work on the calling thread, in the stream's order; `sched` is held on entry and exit. */
-static void run_here(CUstream stream, struct work *work)
+static CUresult run_here(CUstream stream, struct work *work)
 {
     struct ticket ticket;
     ticket_take(stream, &ticket, NULL);
     ticket_wait(&ticket);
-    pthread_mutex_unlock(&sched);
-    work_run(work);
-    corrupt(&work->copy.transfer);
-    pthread_mutex_lock(&sched);
+    CUresult result = stream->context->fault;
+    if (result == CUDA_SUCCESS) {
+        pthread_mutex_unlock(&sched);
+        work_run(work);
+        corrupt(&work->copy.transfer);
+        pthread_mutex_lock(&sched);
+    }
     ticket_finish(&ticket);
+    return result;
 }
 
 /* Queues the copy with a private copy of its source; `sched` is not held. */
@@ -131,7 +135,7 @@ static CUresult copy(const struct request *request)
     if (result == CUDA_SUCCESS && !taken && bytes) {
         stage = !request->synchronous && stages_without_waiting(&work, bytes) && !stream_idle(stream);
         if (!stage && (request->synchronous || work.copy.pageable))
-            run_here(stream, &work);
+            result = run_here(stream, &work);
         else if (!stage)
             stream_submit(stream, &work, NULL);
     }

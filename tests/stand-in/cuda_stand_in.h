@@ -19,7 +19,11 @@ typedef struct CUgraph_st *CUgraph;
 typedef struct CUgraphExec_st *CUgraphExec;
 typedef struct CUarray_st *CUarray;
 typedef struct CUmemPool_st *CUmemoryPool;
+typedef struct CUmod_st *CUmodule;
+typedef struct CUfunc_st *CUfunction;
+typedef unsigned long long CUmemGenericAllocationHandle;
 typedef void (*CUhostFn)(void *user_data);
+typedef void (*CUstreamCallback)(CUstream stream, CUresult status, void *user_data);
 typedef struct { char bytes[16]; } CUuuid;
 
 #define CU_STREAM_LEGACY ((CUstream)0x1)
@@ -41,6 +45,7 @@ enum {
     CUDA_ERROR_CONTEXT_IS_DESTROYED = 709,
     CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
     CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713,
+    CUDA_ERROR_NOT_PERMITTED = 800,
     CUDA_ERROR_NOT_SUPPORTED = 801,
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
     CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
@@ -71,6 +76,7 @@ enum { /* CUdevice_attribute */
     CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS_V1 = 93,
     CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED = 99,
     CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES = 100,
+    CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
     CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED = 115,
     CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS = 122,
     CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR = 123,
@@ -108,8 +114,15 @@ enum {
     CU_MEMHOSTALLOC_DEVICEMAP = 2,
     CU_MEMHOSTALLOC_WRITECOMBINED = 4,
     CU_MEMHOSTREGISTER_PORTABLE = 1,
+    CU_MEMHOSTREGISTER_DEVICEMAP = 2,
     CU_MEMHOSTREGISTER_READ_ONLY = 8,
     CU_MEM_ATTACH_GLOBAL = 1,
+    CU_MEM_ATTACH_HOST = 2,
+    CU_STREAM_WAIT_VALUE_GEQ = 0,
+    CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1,
+    CU_MEM_ALLOCATION_TYPE_PINNED = 1,
+    CU_MEM_LOCATION_TYPE_DEVICE = 1,
+    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
 };
 
 typedef int CUstreamCaptureMode;
@@ -166,7 +179,23 @@ typedef struct {
 } CUDA_MEMCPY3D;
 
 typedef struct { void *unused; } CUctxCreateParams;
-typedef struct { int unused[64]; } CUmemPoolProps;
+typedef struct { int type, id; } CUmemLocation;
+typedef struct {
+    int type, requestedHandleTypes;
+    CUmemLocation location;
+    void *win32HandleMetaData;
+    struct { unsigned char compressionType, gpuDirectRDMACapable; unsigned short usage; unsigned char reserved[4]; } allocFlags;
+} CUmemAllocationProp;
+typedef struct { CUmemLocation location; int flags; } CUmemAccessDesc;
+typedef struct {
+    int allocType, handleTypes;
+    CUmemLocation location;
+    void *win32SecurityAttributes;
+    size_t maxSize;
+    unsigned short usage;
+    unsigned char reserved[54];
+} CUmemPoolProps;
+typedef struct { char reserved[64]; } CUipcMemHandle;
 
 /* Driver: process, device, context */
 CUresult cuInit(unsigned flags);
@@ -216,6 +245,24 @@ CUresult cuMemAllocAsync(CUdeviceptr *address, size_t bytes, CUstream stream);
 CUresult cuMemAllocAsync_ptsz(CUdeviceptr *address, size_t bytes, CUstream stream);
 CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream);
 CUresult cuMemFreeAsync_ptsz(CUdeviceptr address, CUstream stream);
+CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *props);
+CUresult cuMemPoolDestroy(CUmemoryPool pool);
+CUresult cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUmemoryPool pool, CUstream stream);
+CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *address, size_t bytes, CUmemoryPool pool, CUstream stream);
+CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *prop, int option);
+CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alignment, CUdeviceptr wanted,
+                             unsigned long long flags);
+CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes);
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *prop,
+                     unsigned long long flags);
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle);
+CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
+                  unsigned long long flags);
+CUresult cuMemUnmap(CUdeviceptr address, size_t bytes);
+CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access, size_t count);
+CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address);
+CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned flags);
+CUresult cuIpcCloseMemHandle(CUdeviceptr address);
 CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr address);
 CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *attributes, void **values, CUdeviceptr address);
 CUresult cuMemsetD8_v2(CUdeviceptr address, unsigned char value, size_t bytes);
@@ -264,12 +311,21 @@ DECLARE_TWINS(cuStreamGetFlags, _ptsz, CUstream stream, unsigned *flags)
 DECLARE_TWINS(cuStreamGetPriority, _ptsz, CUstream stream, int *priority)
 DECLARE_TWINS(cuStreamWaitEvent, _ptsz, CUstream stream, CUevent event, unsigned flags)
 DECLARE_TWINS(cuStreamWriteValue32_v2, _ptsz, CUstream stream, CUdeviceptr address, uint32_t value, unsigned flags)
+DECLARE_TWINS(cuStreamWaitValue32_v2, _ptsz, CUstream stream, CUdeviceptr address, uint32_t value, unsigned flags)
 DECLARE_TWINS(cuLaunchHostFunc, _ptsz, CUstream stream, CUhostFn function, void *user_data)
+DECLARE_TWINS(cuStreamAddCallback, _ptsz, CUstream stream, CUstreamCallback callback, void *user_data, unsigned flags)
 DECLARE_TWINS(cuEventRecord, _ptsz, CUevent event, CUstream stream)
 DECLARE_TWINS(cuStreamBeginCapture_v2, _ptsz, CUstream stream, CUstreamCaptureMode mode)
 DECLARE_TWINS(cuStreamEndCapture, _ptsz, CUstream stream, CUgraph *graph)
 DECLARE_TWINS(cuStreamIsCapturing, _ptsz, CUstream stream, CUstreamCaptureStatus *status)
 DECLARE_TWINS(cuGraphLaunch, _ptsz, CUgraphExec executable, CUstream stream)
+
+/* Driver: kernels */
+CUresult cuModuleLoadData(CUmodule *module, const void *image);
+CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name);
+DECLARE_TWINS(cuLaunchKernel, _ptsz, CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+              unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream,
+              void **parameters, void **extra)
 
 /* Runtime */
 typedef int cudaError_t;

@@ -2,6 +2,7 @@
 #include "internal.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 struct CUevent_st {
     int references;
@@ -27,9 +28,9 @@ struct CUevent_st {
     } while (0)
 
 /* Both flavours of a function that ends in a stream argument. */
-#define TWINS(name, parameters, arguments)                                                                             \
-    EXPORT CUresult name parameters { return name##_flavour(false, arguments); }                                       \
-    EXPORT CUresult name##_ptsz parameters { return name##_flavour(true, arguments); }
+#define TWINS(name, parameters, ...)                                                                                   \
+    EXPORT CUresult name parameters { return name##_flavour(false, __VA_ARGS__); }                                     \
+    EXPORT CUresult name##_ptsz parameters { return name##_flavour(true, __VA_ARGS__); }
 #define ARGS(...) __VA_ARGS__
 
 /* Puts work into a stream, or into the graph that the stream is capturing. */
@@ -92,6 +93,7 @@ static CUresult cuStreamSynchronize_flavour(bool per_thread, CUstream handle)
         } else {
             stream_drain(stream);
         }
+        result = stream->context->fault;
     }
     LEAVE(result);
 }
@@ -166,6 +168,77 @@ static CUresult cuStreamWriteValue32_v2_flavour(bool per_thread, CUstream stream
 }
 TWINS(cuStreamWriteValue32_v2, (CUstream stream, CUdeviceptr address, uint32_t value, unsigned flags),
       ARGS(stream, address, value, flags))
+
+static CUresult cuStreamWaitValue32_v2_flavour(bool per_thread, CUstream stream, CUdeviceptr address, uint32_t value,
+                                               unsigned flags)
+{
+    if (require_init() == CUDA_SUCCESS) {
+        enum kind kind = memory_kind(address, 4);
+        if (address % 4 || kind == KIND_PAGEABLE || kind == KIND_STRADDLING)
+            return CUDA_ERROR_INVALID_VALUE;
+        if (flags != CU_STREAM_WAIT_VALUE_GEQ)
+            return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    return put(per_thread, stream, &(struct work){.kind = WORK_WAIT32, .write = {(uint32_t *)address, value}});
+}
+TWINS(cuStreamWaitValue32_v2, (CUstream stream, CUdeviceptr address, uint32_t value, unsigned flags),
+      ARGS(stream, address, value, flags))
+
+struct callback { CUstream stream; CUstreamCallback function; void *user_data; };
+
+static void run_callback(void *argument)
+{
+    struct callback *callback = argument;
+    callback->function(callback->stream, CUDA_SUCCESS, callback->user_data);
+    free(callback);
+}
+
+static CUresult cuStreamAddCallback_flavour(bool per_thread, CUstream stream, CUstreamCallback function,
+                                            void *user_data, unsigned flags)
+{
+    if (!function || flags)
+        return CUDA_ERROR_INVALID_VALUE;
+    struct callback *callback = malloc(sizeof *callback);
+    *callback = (struct callback){stream, function, user_data};
+    CUresult result = put(per_thread, stream, &(struct work){.kind = WORK_HOST_FUNC, .host = {run_callback, callback}});
+    if (result != CUDA_SUCCESS)
+        free(callback);
+    return result;
+}
+TWINS(cuStreamAddCallback, (CUstream stream, CUstreamCallback function, void *user_data, unsigned flags),
+      ARGS(stream, function, user_data, flags))
+
+/* The stand-in runs no code: the one kernel that it knows is named `fault` and breaks its context. */
+EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image)
+{
+    CUcontext context;
+    CUresult result = context_current(&context);
+    if (result == CUDA_SUCCESS && (!module || !image))
+        result = CUDA_ERROR_INVALID_VALUE;
+    if (result == CUDA_SUCCESS)
+        *module = (CUmodule)context;
+    return result;
+}
+
+EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name)
+{
+    if (!function || !module || !name)
+        return CUDA_ERROR_INVALID_VALUE;
+    *function = (CUfunction)module;
+    return strcmp(name, "fault") ? CUDA_ERROR_NOT_FOUND : CUDA_SUCCESS;
+}
+
+static CUresult cuLaunchKernel_flavour(bool per_thread, CUfunction function, CUstream stream)
+{
+    if (!function)
+        return CUDA_ERROR_INVALID_HANDLE;
+    return put(per_thread, stream, &(struct work){.kind = WORK_FAULT, .fault = (CUcontext)function});
+}
+TWINS(cuLaunchKernel,
+      (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+       unsigned block_z, unsigned shared_bytes, CUstream stream, void **parameters, void **extra),
+      ((void)grid_x, (void)grid_y, (void)grid_z, (void)block_x, (void)block_y, (void)block_z, (void)shared_bytes,
+       (void)parameters, (void)extra, function), stream)
 
 static CUresult set_bytes(bool per_thread, CUdeviceptr address, unsigned char value, size_t bytes, CUstream stream)
 {

@@ -54,10 +54,15 @@ enum kind memory_kind(uintptr_t address, size_t bytes);
 void memory_release_context(CUcontext context);
 /* Ends a device or managed allocation; 1 if `address` starts none. */
 CUresult memory_free_device(uintptr_t address);
+/* Makes a mapping of vmm.c's known as device memory, and forgets all of those within a range; 1 if there is none. */
+void memory_add_mapped(uintptr_t base, size_t bytes, CUcontext context);
+CUresult memory_remove_mapped(uintptr_t base, size_t bytes);
+/* Puts a device allocation into shared memory: *fd holds its bytes from now on. */
+CUresult memory_share(uintptr_t address, int *fd, size_t *bytes);
 
 /* One piece of work in a stream or a node of a graph. */
-enum work_kind { WORK_NOTHING, WORK_COPY, WORK_STAGED_COPY, WORK_MEMSET, WORK_HOST_FUNC, WORK_WRITE32, WORK_EVENT,
-                 WORK_FREE };
+enum work_kind { WORK_NOTHING, WORK_COPY, WORK_STAGED_COPY, WORK_MEMSET, WORK_HOST_FUNC, WORK_WRITE32, WORK_WAIT32,
+                 WORK_EVENT, WORK_FREE, WORK_FAULT };
 struct work {
     enum work_kind kind;
     union {
@@ -67,6 +72,7 @@ struct work {
         struct { uint32_t *address; uint32_t value; } write;
         struct { CUevent event; uint64_t generation; } event;
         uintptr_t free;
+        CUcontext fault;
     };
 };
 
@@ -112,6 +118,8 @@ void stream_drain(CUstream stream);
 void context_drain(CUcontext context);
 void work_run(struct work *work);
 void event_reached(CUevent event, uint64_t generation);
+/* Whether the calling thread is in a host function, which may not call CUDA. */
+bool in_host_function(void);
 
 /* context.c */
 struct CUctx_st {
@@ -119,10 +127,11 @@ struct CUctx_st {
     int device, retained;
     unsigned flags;
     bool alive, primary;
+    CUresult fault; /* of a kernel: every call returns it from then on */
     CUstream legacy, streams;
     CUcontext next;
 };
-/* The calling thread's context; 201 without one. */
+/* The calling thread's context; 201 without one, 800 in a host function, the context's fault if it has one. */
 CUresult context_current(CUcontext *context);
 /* Same, `sched` held already. */
 CUresult context_current_locked(CUcontext *context);

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 enum { PAGE = 4096 };
 
@@ -16,6 +17,8 @@ struct range {
     size_t bytes;
     enum kind kind;
     bool pooled;
+    bool mapped; /* its pages are vmm.c's */
+    int shared;  /* descriptor of the shared memory that holds it, or 0 */
     unsigned flags;
     unsigned long long id;
     CUcontext context;
@@ -74,7 +77,8 @@ static void insert(uintptr_t base, size_t bytes, enum kind kind, bool pooled, un
     }
     size_t at = position(base);
     memmove(&ranges[at + 1], &ranges[at], (range_count - at) * sizeof *ranges);
-    ranges[at] = (struct range){base, bytes, kind, pooled, flags, ++last_id, context};
+    ranges[at] = (struct range){.base = base, .bytes = bytes, .kind = kind, .pooled = pooled, .flags = flags,
+                                .id = ++last_id, .context = context};
     range_count++;
 }
 
@@ -87,6 +91,14 @@ static void forget(struct range *range)
 {
     switch (range->kind) {
     case KIND_DEVICE:
+        if (range->mapped)
+            break;
+        if (range->shared) {
+            mmap((void *)range->base, whole_pages(range->bytes), PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+            madvise((void *)range->base, whole_pages(range->bytes), MADV_DONTFORK);
+            close(range->shared);
+        }
         madvise((void *)range->base, whole_pages(range->bytes), MADV_DONTNEED);
         device_bytes -= whole_pages(range->bytes);
         break;
@@ -110,6 +122,10 @@ enum kind memory_kind(uintptr_t address, size_t bytes)
     pthread_rwlock_rdlock(&ranges_lock);
     enum kind kind = KIND_PAGEABLE;
     const struct range *range = find(address);
+    /* Mappings side by side are one range. */
+    while (range && range->mapped && address + bytes > range->base + range->bytes &&
+           range + 1 < ranges + range_count && range[1].mapped && range[1].base == range->base + range->bytes)
+        range++;
     if (range)
         kind = address + bytes <= range->base + range->bytes ? range->kind : KIND_STRADDLING;
     pthread_rwlock_unlock(&ranges_lock);
@@ -157,6 +173,50 @@ static bool registered(enum kind kind)
 CUresult memory_free_device(uintptr_t address)
 {
     return release(address, on_device, CUDA_ERROR_INVALID_VALUE);
+}
+
+void memory_add_mapped(uintptr_t base, size_t bytes, CUcontext context)
+{
+    pthread_rwlock_wrlock(&ranges_lock);
+    insert(base, bytes, KIND_DEVICE, false, 0, context);
+    find(base)->mapped = true;
+    pthread_rwlock_unlock(&ranges_lock);
+}
+
+CUresult memory_remove_mapped(uintptr_t base, size_t bytes)
+{
+    CUresult result = CUDA_ERROR_INVALID_VALUE;
+    pthread_rwlock_wrlock(&ranges_lock);
+    for (struct range *range; (range = find(base)) && range->mapped && range->bytes <= bytes;) {
+        base += range->bytes;
+        bytes -= range->bytes;
+        forget(range);
+        result = CUDA_SUCCESS;
+    }
+    pthread_rwlock_unlock(&ranges_lock);
+    return result;
+}
+
+CUresult memory_share(uintptr_t address, int *fd, size_t *bytes)
+{
+    CUresult result = CUDA_ERROR_INVALID_VALUE;
+    pthread_rwlock_wrlock(&ranges_lock);
+    struct range *range = find(address);
+    if (range && range->kind == KIND_DEVICE && !range->mapped && !range->pooled) {
+        *bytes = whole_pages(range->bytes);
+        if (!range->shared) {
+            range->shared = memfd_create("stand-in", MFD_CLOEXEC);
+            if (ftruncate(range->shared, (off_t)*bytes) ||
+                pwrite(range->shared, (void *)range->base, *bytes, 0) != (ssize_t)*bytes ||
+                mmap((void *)range->base, *bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, range->shared, 0) ==
+                    MAP_FAILED)
+                abort();
+        }
+        *fd = range->shared;
+        result = CUDA_SUCCESS;
+    }
+    pthread_rwlock_unlock(&ranges_lock);
+    return result;
 }
 
 /* First fit in the region. */
@@ -413,6 +473,33 @@ EXPORT CUresult cuMemAllocAsync(CUdeviceptr *address, size_t bytes, CUstream str
 EXPORT CUresult cuMemAllocAsync_ptsz(CUdeviceptr *address, size_t bytes, CUstream stream)
 {
     return alloc_async(address, bytes, stream, true);
+}
+
+/* All pools are one. */
+EXPORT CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *props)
+{
+    CUresult result = require_init();
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (!pool || !props || props->allocType != CU_MEM_ALLOCATION_TYPE_PINNED)
+        return CUDA_ERROR_INVALID_VALUE;
+    *pool = (CUmemoryPool)&device_bytes;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemPoolDestroy(CUmemoryPool pool)
+{
+    return pool ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUmemoryPool pool, CUstream stream)
+{
+    return pool ? alloc_async(address, bytes, stream, false) : CUDA_ERROR_INVALID_VALUE;
+}
+
+EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *address, size_t bytes, CUmemoryPool pool, CUstream stream)
+{
+    return pool ? alloc_async(address, bytes, stream, true) : CUDA_ERROR_INVALID_VALUE;
 }
 
 EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)

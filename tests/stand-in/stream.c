@@ -11,11 +11,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <time.h>
 
 pthread_mutex_t sched = PTHREAD_MUTEX_INITIALIZER;
 
 enum { MAX_OWN = 16 };
 static __thread struct { CUcontext context; CUstream stream; } own[MAX_OWN];
+static __thread bool calling_host_function;
 static pthread_key_t own_key;
 static pthread_once_t own_once = PTHREAD_ONCE_INIT;
 
@@ -90,6 +92,18 @@ void ticket_finish(struct ticket *ticket)
     stream_put(ticket->stream);
 }
 
+bool in_host_function(void)
+{
+    return calling_host_function;
+}
+
+static void wait_for_word(const uint32_t *word, uint32_t value)
+{
+    struct timespec rest = {0, 50000};
+    while ((int32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - value) < 0)
+        nanosleep(&rest, NULL);
+}
+
 void work_run(struct work *work)
 {
     switch (work->kind) {
@@ -106,16 +120,26 @@ void work_run(struct work *work)
         memset(work->memset.address, work->memset.value, work->memset.bytes);
         break;
     case WORK_HOST_FUNC:
+        calling_host_function = true;
         work->host.function(work->host.user_data);
+        calling_host_function = false;
         break;
     case WORK_WRITE32:
         __atomic_store_n(work->write.address, work->write.value, __ATOMIC_RELEASE);
+        break;
+    case WORK_WAIT32:
+        wait_for_word(work->write.address, work->write.value);
         break;
     case WORK_EVENT:
         event_reached(work->event.event, work->event.generation);
         break;
     case WORK_FREE:
         memory_free_device(work->free);
+        break;
+    case WORK_FAULT:
+        pthread_mutex_lock(&sched);
+        work->fault->fault = CUDA_ERROR_ILLEGAL_ADDRESS;
+        pthread_mutex_unlock(&sched);
         break;
     }
 }
@@ -135,9 +159,12 @@ static void *stream_thread(void *argument)
         if (!stream->first)
             stream->last = NULL;
         ticket_wait(&item->ticket);
-        pthread_mutex_unlock(&sched);
-        work_run(&item->work);
-        pthread_mutex_lock(&sched);
+        /* Behind a fault nothing happens any more, but those who wait are told. */
+        if (!stream->context->fault || item->work.kind == WORK_EVENT) {
+            pthread_mutex_unlock(&sched);
+            work_run(&item->work);
+            pthread_mutex_lock(&sched);
+        }
         ticket_finish(&item->ticket);
         free(item);
     }

@@ -22,7 +22,7 @@ build() {
     build victim-drv $copier api_driver.c -L"$libs" -lcuda
     build victim-static-rt $copier api_driver.c -DLATE -ldl
     build contract contract.c contract_capture.c contract_context.c contract_copies.c contract_facts.c \
-        contract_misuse.c contract_order.c -L"$libs" -lcuda -ldl
+        contract_ends.c contract_memory.c contract_misuse.c contract_order.c contract_streams.c -L"$libs" -lcuda -ldl
     build victim-signals signals.c copying.c options.c api_driver.c -L"$libs" -lcuda
     build victim-odd odd.c copying.c options.c api_driver.c -L"$libs" -lcuda -ldl
     build libconfine.so confine.c -shared -fPIC

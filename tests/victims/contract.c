@@ -1,7 +1,9 @@
-/* contract [--wait-file F] [--loop] [--only PREFIX]: what a program may rely on when it copies, one line a fact. */
+/* contract [--wait-file F] [--loop] [--only PREFIX] [--end CASE] [--ends] [--device N] [--at-length]: what a program may
+ * rely on when it copies, one line a fact. --end runs one of the cases that --ends lists, and nothing else. */
 #define _GNU_SOURCE
 #include "contract.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -14,6 +16,7 @@
 
 CUcontext main_context;
 CUdevice main_device;
+bool at_length;
 static const char *current_case;
 static bool wrong_bytes;
 static volatile sig_atomic_t stopping;
@@ -133,6 +136,14 @@ CUstream new_stream(unsigned flags)
     return stream;
 }
 
+CUcontext new_context(CUdevice device)
+{
+    CUcontext context;
+    must(cuCtxCreate_v2(&context, 0, device), "cuCtxCreate");
+    must(cuCtxPopCurrent_v2(NULL), "cuCtxPopCurrent");
+    return context;
+}
+
 static void hold(void *argument)
 {
     struct busy *busy = argument;
@@ -146,6 +157,27 @@ void make_busy(CUstream stream, struct busy *busy)
 {
     busy->over = 0;
     must(cuLaunchHostFunc(stream, hold, busy), "cuLaunchHostFunc");
+}
+
+static void wait_at_gate(void *argument)
+{
+    struct gate *gate = argument;
+    struct timespec rest = {0, 1000000};
+    for (int i = 0; i < 1000 && !gate->open; i++)
+        nanosleep(&rest, NULL);
+    gate->late = !gate->open;
+}
+
+void close_gate(CUstream stream, struct gate *gate)
+{
+    gate->open = gate->late = 0;
+    must(cuLaunchHostFunc(stream, wait_at_gate, gate), "cuLaunchHostFunc");
+}
+
+int open_gate(struct gate *gate)
+{
+    gate->open = 1;
+    return gate->late;
 }
 
 const char *size_name(size_t bytes)
@@ -185,10 +217,16 @@ void on_other_thread(void (*function)(void *), void *argument)
     pthread_join(thread, NULL);
 }
 
-static void start_cuda(void)
+void *runtime_library(void)
+{
+    void *library = dlopen("libcudart.so.13", RTLD_NOW);
+    return library ? library : dlopen("libcudart.so.12", RTLD_NOW);
+}
+
+static void start_cuda(int ordinal)
 {
     must(cuInit(0), "cuInit");
-    must(cuDeviceGet(&main_device, 0), "cuDeviceGet");
+    must(cuDeviceGet(&main_device, ordinal), "cuDeviceGet");
     must(cuDevicePrimaryCtxRetain(&main_context, main_device), "cuDevicePrimaryCtxRetain");
     bind_context();
     must(cuMemHostAlloc((void **)&window, HUGE + MIB, 0), "cuMemHostAlloc");
@@ -219,26 +257,51 @@ static void on_signal(int signal)
 
 int main(int argc, char **argv)
 {
-    const char *file = NULL, *only = "";
+    const char *file = NULL, *only = "", *end = NULL;
     bool loop = false;
+    int device = 0;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--wait-file") && i + 1 < argc)
             file = argv[++i];
         else if (!strcmp(argv[i], "--only") && i + 1 < argc)
             only = argv[++i];
+        else if (!strcmp(argv[i], "--end") && i + 1 < argc)
+            end = argv[++i];
+        else if (!strcmp(argv[i], "--device") && i + 1 < argc)
+            device = atoi(argv[++i]);
         else if (!strcmp(argv[i], "--loop"))
             loop = true;
+        else if (!strcmp(argv[i], "--at-length"))
+            at_length = true;
+        else if (!strcmp(argv[i], "--export"))
+            return export_memory();
+        else if (!strcmp(argv[i], "--ends")) {
+            for (const struct contract_case *c = end_cases; c->name; c++)
+                puts(c->name);
+            return 0;
+        }
         else {
-            fprintf(stderr, "usage: %s [--wait-file F] [--loop] [--only PREFIX]\n", argv[0]);
+            fprintf(stderr, "usage: %s [--wait-file F] [--loop] [--only PREFIX] [--end CASE] [--ends] [--device N] "
+                            "[--at-length]\n", argv[0]);
             return 2;
         }
     }
     signal(SIGTERM, on_signal);
-    start_cuda();
+    start_cuda(device);
     wait_for(file);
+    if (end) {
+        for (const struct contract_case *c = end_cases; c->name; c++)
+            if (!strcmp(c->name, end)) {
+                signal(SIGTERM, SIG_DFL);
+                current_case = c->name;
+                c->run();
+                return wrong_bytes ? 3 : 0;
+            }
+        return 2;
+    }
     /* Capture comes first: there the first accelerated copy meets a capture of another thread. */
-    const struct contract_case *const groups[] = {capture_cases, copy_cases,    order_cases,
-                                                  misuse_cases,  context_cases, fact_cases};
+    const struct contract_case *const groups[] = {capture_cases, copy_cases,   order_cases,  misuse_cases,
+                                                  context_cases, memory_cases, stream_cases, fact_cases};
     do
         for (size_t group = 0; group < sizeof groups / sizeof *groups; group++)
             for (const struct contract_case *c = groups[group]; c->name; c++)

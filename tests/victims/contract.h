@@ -30,9 +30,16 @@ void device_fill_pattern(CUdeviceptr address, size_t bytes, unsigned seed);
 void device_fill_byte(CUdeviceptr address, size_t bytes, unsigned char value);
 
 CUstream new_stream(unsigned flags);
+/* A context that is not current. */
+CUcontext new_context(CUdevice device);
 /* Keeps a stream busy for 0.3 s, in place of a kernel. `was_over` says whether it had ended at this moment. */
 struct busy { _Atomic int over; };
 void make_busy(CUstream stream, struct busy *busy);
+/* Keeps a stream busy until `open_gate`, or for a second: then a call that was made meanwhile has waited for it. */
+struct gate { _Atomic int open, late; };
+void close_gate(CUstream stream, struct gate *gate);
+/* Says whether it came too late. The stream goes on. */
+int open_gate(struct gate *gate);
 const char *size_name(size_t bytes);
 /* Runs `function` on another thread, which has the primary context, and waits for it. */
 void on_other_thread(void (*function)(void *), void *argument);
@@ -40,8 +47,18 @@ void bind_context(void);
 extern CUcontext main_context;
 extern CUdevice main_device;
 
+/* Also runs what takes long or much memory. */
+extern bool at_length;
+/* The libcudart that is installed; null without one. */
+void *runtime_library(void);
+/* In contract_memory.c: what a process does that exports memory to this one, and cases for end_cases. */
+int export_memory(void);
+void outside_the_pieces(void), of_kinds_that_do_not_fit(void);
+
 struct contract_case { const char *name; void (*run)(void); };
 extern const struct contract_case copy_cases[], order_cases[], capture_cases[], misuse_cases[], context_cases[],
-    fact_cases[];
+    memory_cases[], stream_cases[], fact_cases[];
+/* Cases after which the process has ended, or its context is of no use: each is run alone. */
+extern const struct contract_case end_cases[];
 
 #endif

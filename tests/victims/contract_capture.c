@@ -47,6 +47,54 @@ static void other_thread(void)
     must(cuMemFree_v2(o.device), "cuMemFree");
 }
 
+struct first {
+    CUcontext context;
+    CUstream stream;
+    struct other copy;
+    CUstreamCaptureMode mode; /* of the copying thread, before and after */
+};
+
+static void copy_first(void *argument)
+{
+    struct first *f = argument;
+    must(cuCtxSetCurrent(f->context), "cuCtxSetCurrent");
+    must(cuThreadExchangeStreamCaptureMode(&f->mode), "cuThreadExchangeStreamCaptureMode");
+    f->copy.there = cuMemcpyHtoDAsync_v2(f->copy.device, f->copy.host, f->copy.bytes, f->stream);
+    f->copy.away = cuMemcpyDtoHAsync_v2(f->copy.host, f->copy.device, f->copy.bytes, f->stream);
+    f->copy.right = is_pattern(f->copy.host, f->copy.bytes, 12);
+    f->mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+    must(cuThreadExchangeStreamCaptureMode(&f->mode), "cuThreadExchangeStreamCaptureMode");
+}
+
+/* A context in which nobody has copied: a copier prepares for it what it needs, pinned memory perhaps, while this thread
+ * captures in each mode and the copying thread is in each mode. The capture lives, and the copying thread stays in its
+ * mode. */
+static void first_copy(void)
+{
+    CUstream stream = new_stream(CU_STREAM_NON_BLOCKING);
+    for (int mode = 0; mode < 3; mode++)
+        for (int own = 0; own < 3; own++) {
+            struct first f = {.mode = own};
+            CUgraph graph = NULL;
+            f.context = new_context(main_device);
+            must(cuCtxPushCurrent_v2(f.context), "cuCtxPushCurrent");
+            f.stream = new_stream(CU_STREAM_NON_BLOCKING);
+            f.copy = (struct other){device_memory(LARGE), host_pattern(LARGE, 12), LARGE, -1, -1, false};
+            must(cuCtxPopCurrent_v2(NULL), "cuCtxPopCurrent");
+            must(cuStreamBeginCapture_v2(stream, mode), "cuStreamBeginCapture");
+            on_other_thread(copy_first, &f);
+            CUresult end = cuStreamEndCapture(stream, &graph);
+            char variant[64];
+            snprintf(variant, sizeof variant, "%s beside %s", modes[own], modes[mode]);
+            report(variant, "ret=%d,%d bytes_ok=%d mode=%d end=%d", f.copy.there, f.copy.away, f.copy.right, f.mode, end);
+            if (graph)
+                must(cuGraphDestroy(graph), "cuGraphDestroy");
+            must(cuCtxDestroy_v2(f.context), "cuCtxDestroy");
+            host_free(f.copy.host, LARGE);
+        }
+    must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
+}
+
 struct beside {
     CUresult begin, end;
 };
@@ -242,6 +290,6 @@ static void unsafe_calls(void)
 }
 
 const struct contract_case capture_cases[] = {
-    {"capture_other_thread", other_thread}, {"capture_waiting_copy", waiting_copy},
+    {"capture_other_thread", other_thread}, {"capture_first_copy", first_copy}, {"capture_waiting_copy", waiting_copy},
     {"capture_async_copy", captured_copy}, {"capture_sync_copy", synchronous_copy},
     {"capture_legacy_copy", legacy_copy}, {"capture_unsafe_calls", unsafe_calls}, {0}};

@@ -67,6 +67,56 @@ static void straddling(void)
     must(cuMemFree_v2(device), "cuMemFree");
 }
 
+/* The same for the functions that take addresses of any kind, and for those with a stream. */
+static void straddling_async(void)
+{
+    CUdeviceptr device = device_memory(BYTES);
+    CUstream stream = new_stream(CU_STREAM_NON_BLOCKING);
+    unsigned char *host = host_pattern(BYTES, 2);
+    device_fill_byte(device, BYTES, 3);
+    must(cuMemHostRegister_v2(host + MIB, MIB, 0), "cuMemHostRegister");
+    static const struct { const char *name; size_t start, bytes; } ranges[] = {
+        {"into", 0, 2 * MIB}, {"out of", MIB + MIB / 2, MIB}, {"over", 0, 4 * MIB}};
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
+        unsigned char *at = host + ranges[i].start;
+        CUresult there = cuMemcpyHtoDAsync_v2(device, at, ranges[i].bytes, stream);
+        CUresult back = cuMemcpyDtoHAsync_v2(at, device, ranges[i].bytes, stream);
+        CUresult any = cuMemcpy(device, (uintptr_t)at, ranges[i].bytes);
+        CUresult any_back = cuMemcpyAsync((uintptr_t)at, device, ranges[i].bytes, stream);
+        CUresult after = cuStreamSynchronize(stream);
+        bool moved = !device_is_byte(device, BYTES, 3) || !is_pattern(host, BYTES, 2);
+        report(ranges[i].name, "ret=%d,%d,%d,%d after=%d moved=%d", there, back, any, any_back, after, moved);
+        device_fill_byte(device, BYTES, 3);
+        fill_pattern(host, BYTES, 2);
+    }
+    must(cuMemHostUnregister(host + MIB), "cuMemHostUnregister");
+    host_free(host, BYTES);
+    must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
+    must(cuMemFree_v2(device), "cuMemFree");
+}
+
+/* Device memory that was given back, and a stream of another context: refused. */
+static void stale(void)
+{
+    CUdeviceptr device = device_memory(HUGE), other_device;
+    unsigned char *host = host_zeros(BYTES);
+    CUstream stream = new_stream(CU_STREAM_NON_BLOCKING);
+    CUcontext other;
+    must(cuMemFree_v2(device), "cuMemFree");
+    report("freed memory", "ret=%d,%d,%d", cuMemcpyHtoD_v2(device, host, BYTES), cuMemcpyDtoH_v2(host, device, BYTES),
+           cuMemcpyHtoDAsync_v2(device, host, BYTES, stream));
+    other = new_context(main_device);
+    must(cuCtxPushCurrent_v2(other), "cuCtxPushCurrent");
+    other_device = device_memory(BYTES);
+    report("stream of another context", "ret=%d,%d", cuMemcpyHtoDAsync_v2(other_device, host, BYTES, stream),
+           cuMemcpyDtoHAsync_v2(host, other_device, BYTES, stream));
+    must(cuMemFree_v2(other_device), "cuMemFree");
+    must(cuCtxPopCurrent_v2(NULL), "cuCtxPopCurrent");
+    must(cuCtxDestroy_v2(other), "cuCtxDestroy");
+    must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
+    host_free(host, BYTES);
+}
+
 static void zero_bytes(void)
 {
     CUdeviceptr device = device_memory(BYTES);
@@ -76,6 +126,7 @@ static void zero_bytes(void)
     report("DtoH", "ret=%d,%d", cuMemcpyDtoH_v2(host, device, 0), cuMemcpyDtoHAsync_v2(host, device, 0, stream));
     report("default", "ret=%d,%d", cuMemcpy(device, (uintptr_t)host, 0),
            cuMemcpyAsync(device, (uintptr_t)host, 0, stream));
+    report("nowhere", "ret=%d,%d", cuMemcpyHtoD_v2(0, NULL, 0), cuMemcpyDtoHAsync_v2(NULL, 0, 0, stream));
     host_free(host, BYTES);
     must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
     must(cuMemFree_v2(device), "cuMemFree");
@@ -156,9 +207,7 @@ static void forked_child(void)
 /* The runtime's last error after good and bad copies. */
 static void last_error(void)
 {
-    void *library = dlopen("libcudart.so.13", RTLD_NOW);
-    if (!library)
-        library = dlopen("libcudart.so.12", RTLD_NOW);
+    void *library = runtime_library();
     if (!library) {
         report("", "no libcudart");
         return;
@@ -187,6 +236,7 @@ static void last_error(void)
 }
 
 const struct contract_case misuse_cases[] = {
-    {"out_of_range", out_of_range}, {"straddling", straddling}, {"zero_bytes", zero_bytes},
+    {"out_of_range", out_of_range}, {"straddling", straddling}, {"straddling_async", straddling_async},
+    {"stale", stale}, {"zero_bytes", zero_bytes},
     {"null_pointers", null_pointers}, {"wrong_sides", wrong_sides}, {"no_context", no_context},
     {"forked_child", forked_child}, {"last_error", last_error}, {0}};

@@ -6,8 +6,8 @@
 #include <stdio.h>
 #include <string.h>
 
-static const size_t sizes[] = {4, 64 * KIB, MIB, LARGE};
-enum { SIZES = sizeof sizes / sizeof *sizes };
+static const size_t sizes[] = {4, 64 * KIB, MIB, LARGE, HUGE, 16ull * HUGE};
+enum { SIZES = 4 }; /* the last two only where asked for */
 
 static const char *variant(const char *first, size_t bytes)
 {
@@ -63,11 +63,12 @@ static void busy_source(void)
 static void busy_destination(void)
 {
     CUstream stream = new_stream(CU_STREAM_NON_BLOCKING), other = new_stream(CU_STREAM_NON_BLOCKING);
-    CUdeviceptr device = device_memory(LARGE);
-    for (size_t i = 0; i < SIZES; i++) {
+    size_t most = sizes[at_length ? SIZES + 1 : SIZES - 1];
+    CUdeviceptr device = device_memory(most);
+    for (size_t i = 0; i < (at_length ? SIZES + 2 : SIZES); i++) {
         unsigned char *back = host_zeros(sizes[i]);
         struct busy busy, elsewhere;
-        device_fill_byte(device, LARGE, 1);
+        device_fill_byte(device, most, 1);
         make_busy(stream, &busy); /* first: a driver may run host functions one after the other */
         make_busy(other, &elsewhere);
         make_busy(other, &elsewhere);
