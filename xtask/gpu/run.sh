@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs on a machine with an NVIDIA GPU, as root, from the project's folder, after `cargo xtask gpu` has made the bundle:
 #
-#     xtask/gpu/run.sh [facts] [engine] [contract] [pytorch] [static] [pause]     (all of them by default)
+#     xtask/gpu/run.sh [facts] [engine] [contract] [mps] [pytorch] [static] [pause]     (all of them by default)
 #
 # Ends with a short table. Needs nvcc and PyTorch there, but no Rust.
 set -uo pipefail
@@ -12,7 +12,7 @@ out=${OUT:-/tmp/cmt-gpu}
 mkdir -p "$out"
 summary=$out/summary.txt
 : > "$summary"
-sections=${*:-facts engine contract pytorch static pause}
+sections=${*:-facts engine contract mps pytorch static pause}
 export LD_LIBRARY_PATH="$PWD/$bundle/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 say() { printf '%s\n' "$*" | tee -a "$summary"; }
@@ -62,6 +62,9 @@ story() {
     say "$name bytes: $(tail -1 "$log")"
 }
 
+# shellcheck source=xtask/gpu/contract.sh
+. xtask/gpu/contract.sh
+
 say "hardware: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader), $(nproc) CPUs, Linux $(uname -r)"
 for section in $sections; do
     echo "==== $section"
@@ -73,21 +76,10 @@ for section in $sections; do
         "$bundle/engine" 1024 2>&1 | tee "$out/engine.txt"
         ;;
     contract)
-        "$bundle/victims/contract" > "$out/contract-stock.txt" 2>&1; stock=$?
-        rm -f /tmp/go
-        "$bundle/victims/contract" --wait-file /tmp/go > "$out/contract-patched.txt" 2>&1 &
-        child=$!
-        pid=$(ready "$out/contract-patched.txt")
-        "$cmt" attach "$pid" --before 0s --after 0s || fail "contract: attach"
-        touch /tmp/go; wait $child; patched=$?
-        # A patched copy may return where stock waits for the stream, never the other way round.
-        diff <(grep -v '^ready' "$out/contract-stock.txt") <(grep -v '^ready' "$out/contract-patched.txt") > "$out/contract.diff"
-        sed -n 's/^< //p' "$out/contract.diff" | sed 's/waited=1/waited=0/' > "$out/contract-allowed.txt"
-        if diff "$out/contract-allowed.txt" <(sed -n 's/^> //p' "$out/contract.diff"); then
-            say "contract: $(grep -c : "$out/contract-stock.txt") lines, stock and patched alike but for $(grep -c '^>' "$out/contract.diff") that wait no longer (exit $stock, $patched)"
-        else
-            fail "contract: stock (exit $stock) and patched (exit $patched) differ"; cat "$out/contract.diff"
-        fi
+        contract
+        ;;
+    mps)
+        mps
         ;;
     pytorch)
         python3 examples/pytorch_loop.py --seconds 90 > "$out/pytorch.log" 2>&1 &

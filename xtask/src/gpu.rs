@@ -11,6 +11,9 @@ use anyhow::{Context, Result};
 use crate::test::fetch_libcudart;
 use crate::workspace::{build_cmt, cargo, run};
 
+/// Names the folder of frida-gum's devkit (docs/hooks.md).
+const DEVKIT: &str = "FRIDA_GUM_DEVKIT";
+
 /// Builds the bundle and prints its folder.
 pub fn bundle() -> Result<()> {
     let cmt = build_cmt()?;
@@ -24,6 +27,10 @@ pub fn bundle() -> Result<()> {
         fs::create_dir_all(folder)?;
     }
     copy_stripped(&cmt, &bundle.join("cmt"))?;
+    match build_cmt_with_frida()? {
+        Some(cmt) => copy_stripped(&cmt, &bundle.join("cmt-frida"))?,
+        None => eprintln!("no cmt with the frida engine in the bundle: {DEVKIT} is not set"),
+    }
     run(&mut cargo([
         "build",
         "--release",
@@ -45,6 +52,25 @@ pub fn bundle() -> Result<()> {
     fs::copy(&script, bundle.join("run.sh")).with_context(|| script.display().to_string())?;
     println!("{}", bundle.display());
     Ok(())
+}
+
+/// A `cmt` with the other hook engine, in a target folder of its own; `None` if nobody says where its devkit is.
+fn build_cmt_with_frida() -> Result<Option<PathBuf>> {
+    if std::env::var_os(DEVKIT).is_none() {
+        return Ok(None);
+    }
+    let target = cmt_tests::target().join("frida");
+    let mut build = cargo([
+        "build",
+        "--release",
+        "--package",
+        "cmt-agent",
+        "--features",
+        "frida",
+        "--target-dir",
+    ]);
+    run(build.arg(&target))?;
+    Ok(Some(target.join("release/cmt")))
 }
 
 /// The executables in a folder of build products; its libraries are the stand-in and stay here.
