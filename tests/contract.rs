@@ -15,7 +15,8 @@ use std::fs::{self, File};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus};
 
-use cmt_tests::{Rung, Victim, built, cmt, require};
+use cmt_tests::{Rung, Trace, Victim, built, cmt, require};
+use serde_json::Value;
 
 /// What a run of `contract` left.
 struct Account {
@@ -126,6 +127,27 @@ fn a_program_on_the_second_device_leaves_no_trace_on_the_first() {
             "{:#?}",
             swapped.facts
         );
+    }
+}
+
+/// A trace names what the host side of a copy is. (That managed memory is passed through, the engine's own tests hold.)
+#[test]
+fn managed_memory_is_counted_as_managed() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let victim = Victim::start("contract", ["--only", "driver_memory", "--loop"]);
+    let pid = victim.pid.to_string();
+    let trace = Trace::start([pid.as_str(), "--for", "4s"]).finish().0;
+    let copies = trace["processes"][0]["copies"].as_array().expect("copies");
+    for memory in ["pinned", "managed", "pageable"] {
+        for direction in ["HtoD", "DtoH"] {
+            let seen = |copy: &&Value| copy["memory"] == memory && copy["direction"] == direction;
+            assert!(
+                copies.iter().any(|copy| seen(&copy)),
+                "{memory}, {direction}: {trace}"
+            );
+        }
     }
 }
 

@@ -3,9 +3,13 @@
 #include "contract.h"
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/sendfile.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -235,8 +239,56 @@ static void last_error(void)
     must(cuMemFree_v2(device), "cuMemFree");
 }
 
+/* A second libcudart, from a file of its own, as wheels bring them; null where there is none at all. */
+static void *another_runtime(void *first)
+{
+    Dl_info info;
+    char path[] = "/tmp/contract-runtime-XXXXXX";
+    void *known = first ? dlsym(first, "cudaMemcpy") : NULL;
+    if (!known || !dladdr(known, &info))
+        return NULL;
+    int from = open(info.dli_fname, O_RDONLY), into = mkstemp(path);
+    struct stat file;
+    must(from < 0 || into < 0 || fstat(from, &file), "opening libcudart");
+    must(sendfile(into, from, NULL, (size_t)file.st_size) != file.st_size, "copying libcudart");
+    close(from);
+    close(into);
+    void *second = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    unlink(path);
+    return second;
+}
+
+/* Two runtimes in one process: each copies, and keeps its own errors. */
+static void two_runtimes(void)
+{
+    void *libraries[2] = {runtime_library(), NULL};
+    libraries[1] = another_runtime(libraries[0]);
+    if (!libraries[1]) {
+        report("", "no libcudart");
+        return;
+    }
+    CUdeviceptr device = device_memory(BYTES);
+    void *on_device = (void *)(uintptr_t)device;
+    unsigned char *host = host_pattern(2 * BYTES, 9);
+    __typeof__(&cudaGetLastError) get[2];
+    for (unsigned i = 0; i < 2; i++) {
+        __typeof__(&cudaMemcpy) copy = (__typeof__(copy))dlsym(libraries[i], "cudaMemcpy");
+        get[i] = (__typeof__(get[i]))dlsym(libraries[i], "cudaGetLastError");
+        fill_pattern(host, BYTES, 250 + i);
+        int there = copy(on_device, host, BYTES, cudaMemcpyHostToDevice);
+        memset(host, 0, BYTES);
+        int back = copy(host, on_device, BYTES, cudaMemcpyDeviceToHost);
+        report(i ? "second" : "first", "ret=%d,%d bytes_ok=%d", there, back, is_pattern(host, BYTES, 250 + i));
+        if (i)
+            report("error of the second", "ret=%d", copy(on_device, host, 2 * BYTES, cudaMemcpyHostToDevice));
+    }
+    report("last errors", "first=%d second=%d differ=%d", get[0](), get[1](), get[0] != get[1]);
+    host_free(host, 2 * BYTES);
+    must(cuMemFree_v2(device), "cuMemFree");
+}
+
 const struct contract_case misuse_cases[] = {
     {"out_of_range", out_of_range}, {"straddling", straddling}, {"straddling_async", straddling_async},
     {"stale", stale}, {"zero_bytes", zero_bytes},
     {"null_pointers", null_pointers}, {"wrong_sides", wrong_sides}, {"no_context", no_context},
-    {"forked_child", forked_child}, {"last_error", last_error}, {0}};
+    {"forked_child", forked_child}, {"last_error", last_error}, {"two_runtimes", two_runtimes}, {0}};
