@@ -163,13 +163,14 @@ static void wait_at_gate(void *argument)
 {
     struct gate *gate = argument;
     struct timespec rest = {0, 1000000};
-    for (int i = 0; i < 1000 && !gate->open; i++)
+    for (int i = 0; i < gate->patience_ms && !gate->open; i++)
         nanosleep(&rest, NULL);
     gate->late = !gate->open;
 }
 
-void close_gate(CUstream stream, struct gate *gate)
+void close_gate(CUstream stream, struct gate *gate, int patience_ms)
 {
+    gate->patience_ms = patience_ms;
     gate->open = gate->late = 0;
     must(cuLaunchHostFunc(stream, wait_at_gate, gate), "cuLaunchHostFunc");
 }

@@ -35,9 +35,10 @@ CUcontext new_context(CUdevice device);
 /* Keeps a stream busy for 0.3 s, in place of a kernel. `was_over` says whether it had ended at this moment. */
 struct busy { _Atomic int over; };
 void make_busy(CUstream stream, struct busy *busy);
-/* Keeps a stream busy until `open_gate`, or for a second: then a call that was made meanwhile has waited for it. */
-struct gate { _Atomic int open, late; };
-void close_gate(CUstream stream, struct gate *gate);
+/* Keeps a stream busy until `open_gate`, or for so long: then a call that was made meanwhile has waited for it. */
+struct gate { _Atomic int open, late; int patience_ms; };
+enum { PATIENCE_MS = 1000, LONG_PATIENCE_MS = 20000 };
+void close_gate(CUstream stream, struct gate *gate, int patience_ms);
 /* Says whether it came too late. The stream goes on. */
 int open_gate(struct gate *gate);
 const char *size_name(size_t bytes);

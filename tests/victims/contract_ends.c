@@ -160,7 +160,7 @@ static void broken_context(void)
     report("kernel", "ret=%d,%d", loaded, found);
     if (found != CUDA_SUCCESS)
         return;
-    close_gate(stream, &gate);
+    close_gate(stream, &gate, PATIENCE_MS);
     CUresult launched = cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
     CUresult there = cuMemcpyHtoDAsync_v2(device, host, MIB, stream);
     open_gate(&gate);

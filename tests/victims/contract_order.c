@@ -67,14 +67,15 @@ static void busy_destination(void)
     CUdeviceptr device = device_memory(most);
     for (size_t i = 0; i < (at_length ? SIZES + 2 : SIZES); i++) {
         unsigned char *back = host_zeros(sizes[i]);
-        struct busy busy, elsewhere;
+        struct busy busy;
+        struct gate elsewhere;
         device_fill_byte(device, most, 1);
         make_busy(stream, &busy); /* first: a driver may run host functions one after the other */
-        make_busy(other, &elsewhere);
-        make_busy(other, &elsewhere);
+        close_gate(other, &elsewhere, LONG_PATIENCE_MS);
         must(cuMemsetD8Async(device, 2, sizes[i], stream), "cuMemsetD8Async");
         CUresult result = cuMemcpyDtoHAsync_v2(back, device, sizes[i], stream);
         int waited = busy.over, other_state = cuStreamQuery(other);
+        open_gate(&elsewhere);
         bool right = is_byte(back, sizes[i], 2);
         report(variant("", sizes[i]), "ret=%d bytes_ok=%d waited=%d other_stream=%d", result, right, waited, other_state);
         must(cuStreamSynchronize(other), "cuStreamSynchronize");

@@ -30,7 +30,7 @@ static void one_flavour(const char *name, struct calls *c, CUstream busy)
     for (size_t i = 0; i < sizeof small / sizeof *small; i++) {
         size_t bytes = small[i];
         fill_pattern(c->host, bytes, 190);
-        close_gate(busy, &gate);
+        close_gate(busy, &gate, PATIENCE_MS);
         CUresult result = to_device(c, c->host, bytes);
         int waited = open_gate(&gate);
         memset(c->host, 0, bytes);
@@ -44,7 +44,7 @@ static void one_flavour(const char *name, struct calls *c, CUstream busy)
         int count = large ? 16 : 64;
         CUresult result = 0;
         fill_pattern(c->host, LARGE, 191);
-        close_gate(busy, &gate);
+        close_gate(busy, &gate, PATIENCE_MS);
         for (int i = 0; i < count; i++) {
             struct calls at = *c;
             at.device += (size_t)i * bytes;
@@ -59,7 +59,7 @@ static void one_flavour(const char *name, struct calls *c, CUstream busy)
     }
     /* what is nobody's business but the driver's */
     fill_pattern(c->pinned, LARGE, 192);
-    close_gate(busy, &gate);
+    close_gate(busy, &gate, PATIENCE_MS);
     CUresult there = to_device(c, c->pinned, LARGE);
     CUresult over = c->per_thread ? cuMemcpyDtoDAsync_v2_ptsz(c->other, c->device, LARGE, c->stream)
                                   : cuMemcpyDtoDAsync_v2(c->other, c->device, LARGE, c->stream);
@@ -310,18 +310,18 @@ static void per_thread_overlap(void)
 {
     struct meanwhile m = {device_memory(LARGE), host_zeros(LARGE), -1, -1, false};
     struct gate gate;
-    close_gate(CU_STREAM_PER_THREAD, &gate);
+    close_gate(CU_STREAM_PER_THREAD, &gate, PATIENCE_MS);
     on_other_thread(copy_on_per_thread, &m);
     int waited = open_gate(&gate);
     must(cuCtxSynchronize(), "cuCtxSynchronize");
     report("another thread's", "ret=%d,%d waited=%d bytes_ok=%d", m.there, m.away, waited, m.right);
     CUstream stream = new_stream(0);
-    close_gate(stream, &gate);
+    close_gate(stream, &gate, PATIENCE_MS);
     copy_on_per_thread(&m);
     waited = open_gate(&gate);
     must(cuCtxSynchronize(), "cuCtxSynchronize");
     report("beside a blocking stream", "ret=%d,%d waited=%d bytes_ok=%d", m.there, m.away, waited, m.right);
-    close_gate(CU_STREAM_PER_THREAD, &gate);
+    close_gate(CU_STREAM_PER_THREAD, &gate, PATIENCE_MS);
     CUresult result = cuMemcpyDtoH_v2(m.host, m.device, LARGE);
     waited = open_gate(&gate);
     report("legacy behind it", "ret=%d waited=%d bytes_ok=%d", result, waited, is_pattern(m.host, LARGE, 230));
