@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include "internal.h"
 
+#include <stdatomic.h>
 #include <string.h>
 #include <time.h>
 
@@ -37,8 +38,8 @@ static uint64_t book(struct line *line, double gbps, size_t bytes, uint64_t extr
     uint64_t booked = line->booked_until_ns, end;
     do
         end = (booked > from_ns ? booked : from_ns) + cost;
-    while (!__atomic_compare_exchange_n(&line->booked_until_ns, &booked, end, false, __ATOMIC_RELAXED,
-                                        __ATOMIC_RELAXED));
+    while (!atomic_compare_exchange_weak_explicit(&line->booked_until_ns, &booked, end, memory_order_relaxed,
+                                                  memory_order_relaxed));
     return end;
 }
 
