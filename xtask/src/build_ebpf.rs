@@ -9,9 +9,10 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 
-use crate::workspace::run;
+use crate::apt;
+use crate::workspace::{cargo_home, output, run, sha256};
 
 /// The Rust that builds the object: another version gives other bytes.
 const RUST: &str = "1.95.0";
@@ -105,64 +106,9 @@ fn rust_src(folder: &Path) -> Result<PathBuf> {
     Ok(fetched)
 }
 
-/// Downloads Debian's package from the mirror that apt uses here, with state of our own.
+/// Downloads Debian's package and unpacks it.
 fn fetch_rust_src(folder: &Path) -> Result<()> {
-    let apt = folder.join("apt");
-    let downloads = folder.join("dl");
-    for part in ["lists/partial", "cache/archives/partial", "none", "state"] {
-        fs::create_dir_all(apt.join(part))?;
-    }
-    fs::create_dir_all(&downloads)?;
-    fs::write(apt.join("state/status"), "")?;
-    let indexes = output(Command::new("apt-get").args([
-        "indextargets",
-        "--format",
-        "$(SITE)",
-        "Created-By: Packages",
-    ]))?;
-    let mut sites: Vec<&str> = indexes
-        .lines()
-        .filter(|site| !site.contains("security"))
-        .collect();
-    sites.sort_unstable();
-    let site = sites.first().context("apt knows no mirror")?;
-    fs::write(
-        apt.join("sources.list"),
-        format!(
-            "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {site} {RUST_SRC_SUITE} main\n"
-        ),
-    )?;
-    let options = [
-        ("Dir::State", "state"),
-        ("Dir::State::Lists", "lists"),
-        ("Dir::State::status", "state/status"),
-        ("Dir::Cache", "cache"),
-        ("Dir::Etc::sourcelist", "sources.list"),
-        ("Dir::Etc::sourceparts", "none"),
-        ("Dir::Etc::preferencesparts", "none"),
-    ]
-    .map(|(option, path)| format!("{option}={}", apt.join(path).display()));
-    let apt_get = |args: &[&str]| {
-        let mut command = Command::new("apt-get");
-        for option in &options {
-            command.args(["-o", option]);
-        }
-        command.args([
-            "-o",
-            "APT::Sandbox::User=root",
-            "-o",
-            "Acquire::Languages=none",
-            "-qq",
-        ]);
-        command.args(args).current_dir(&downloads);
-        command
-    };
-    run(&mut apt_get(&["update"]))?;
-    run(&mut apt_get(&["download", RUST_SRC]))?;
-    let package = fs::read_dir(&downloads)?
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .find(|path| path.extension().is_some_and(|extension| extension == "deb"))
-        .context("apt downloaded nothing")?;
+    let package = apt::download(folder, RUST_SRC_SUITE, RUST_SRC)?;
     let sum = sha256(&package)?;
     ensure!(
         sum == RUST_SRC_SHA256,
@@ -235,11 +181,6 @@ fn bpf_linker(folder: &Path) -> Result<PathBuf> {
 fn build(workspace: &Path, toolchain: &Toolchain) -> Result<PathBuf> {
     let target = cmt_tests::target().join("bpf");
     fetch(workspace)?;
-    let cargo_home = match (env::var_os("CARGO_HOME"), env::var_os("HOME")) {
-        (Some(home), _) => PathBuf::from(home),
-        (None, Some(home)) => Path::new(&home).join(".cargo"),
-        (None, None) => bail!("neither CARGO_HOME nor HOME is set"),
-    };
     // The object's line table names source files; what differs from machine to machine is mapped away.
     let mut remapped = vec![
         (workspace.to_path_buf(), "/cmt"),
@@ -247,7 +188,7 @@ fn build(workspace: &Path, toolchain: &Toolchain) -> Result<PathBuf> {
         (toolchain.library.clone(), "/rust/library"),
     ];
     // One folder for each registry that this cargo has used, named after its address.
-    for registry in fs::read_dir(cargo_home.join("registry/src"))? {
+    for registry in fs::read_dir(cargo_home()?.join("registry/src"))? {
         remapped.push((registry?.path(), "/registry"));
     }
     let mut flags: Vec<String> = ["debuginfo=2", "link-arg=--btf", "target-cpu=v3"]
@@ -318,25 +259,4 @@ fn fetch(workspace: &Path) -> Result<()> {
         .current_dir(workspace.join("cmt-ebpf"))
         .env("RUSTUP_TOOLCHAIN", RUST);
     run(&mut cargo)
-}
-
-fn sha256(path: &Path) -> Result<String> {
-    let line = output(Command::new("sha256sum").arg(path))?;
-    let sum = line.split_ascii_whitespace().next();
-    Ok(sum.context("sha256sum said nothing")?.to_string())
-}
-
-/// What a command prints, without the end of its last line.
-fn output(command: &mut Command) -> Result<String> {
-    let output = command
-        .output()
-        .with_context(|| format!("cannot start {}", crate::workspace::line(command)))?;
-    ensure!(
-        output.status.success(),
-        "{}: {} {}",
-        crate::workspace::line(command),
-        output.status,
-        String::from_utf8_lossy(&output.stderr)
-    );
-    Ok(String::from_utf8(output.stdout)?.trim_end().to_string())
 }

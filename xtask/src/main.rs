@@ -1,7 +1,9 @@
 //! Tasks around the workspace: `cargo xtask TASK`.
 
+mod apt;
 mod build_ebpf;
 mod demo;
+mod dist;
 mod gpu;
 mod test;
 mod workspace;
@@ -22,6 +24,7 @@ struct Cli {
 enum Task {
     BuildEbpf(build_ebpf::Args),
     Demo(demo::Args),
+    Dist(dist::Args),
     /// Run the test ladder
     Test,
     /// Lay everything that a GPU machine needs into one folder
@@ -32,6 +35,7 @@ fn run(task: Task) -> anyhow::Result<ExitCode> {
     match task {
         Task::BuildEbpf(args) => build_ebpf::run_task(&args)?,
         Task::Demo(args) => demo::run(args)?,
+        Task::Dist(args) => dist::run_task(&args)?,
         Task::Test => return test::run_ladder(),
         Task::Gpu => gpu::bundle()?,
     }

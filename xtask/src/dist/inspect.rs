@@ -1,0 +1,156 @@
+//! Reads from a finished `cmt` what it needs of the machine it will run on, and that it does not name the one it was
+//! built on. The payload is found inside it, so what is looked at is what users get.
+
+use std::collections::BTreeSet;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use object::Endianness;
+use object::elf::{DT_NEEDED, EM_X86_64, FileHeader64, SHT_SYMTAB};
+use object::read::elf::{Dyn as _, FileHeader as _, SectionHeader as _};
+
+/// Parts of glibc; the loader counts as one.
+const GLIBC_PARTS: [&str; 6] = [
+    "libc.so.6",
+    "libm.so.6",
+    "libdl.so.2",
+    "libpthread.so.0",
+    "librt.so.1",
+    "ld-linux-x86-64.so.2",
+];
+/// What the payload may ask for: what every process with a libcuda has loaded.
+const PAYLOAD_PARTS: [&str; 4] = [
+    "libc.so.6",
+    "libdl.so.2",
+    "libpthread.so.0",
+    "ld-linux-x86-64.so.2",
+];
+const MAGIC: &[u8] = b"\x7fELF\x02\x01\x01";
+
+/// Fails unless `cmt` and the payload in it are stripped, need nothing but glibc up to this version, and hold none of the
+/// paths.
+pub fn inspect(cmt: &[u8], glibc: (u32, u32), paths: &[PathBuf]) -> Result<()> {
+    examine(cmt, glibc, &GLIBC_PARTS).context("cmt")?;
+    examine(payload(cmt)?, glibc, &PAYLOAD_PARTS).context("the payload")?;
+    for path in paths {
+        ensure!(
+            find(cmt, path.as_os_str().as_bytes()).is_none(),
+            "it names {}",
+            path.display()
+        );
+    }
+    Ok(())
+}
+
+/// The one x86-64 library inside.
+fn payload(cmt: &[u8]) -> Result<&[u8]> {
+    let mut found = None;
+    let mut start = MAGIC.len();
+    while let Some(offset) = find(&cmt[start..], MAGIC) {
+        start += offset;
+        let data = &cmt[start..];
+        // The BPF object is the other one.
+        if FileHeader64::<Endianness>::parse(data).is_ok_and(is_x86) {
+            ensure!(found.is_none(), "two payloads inside");
+            found = Some(data);
+        }
+        start += MAGIC.len();
+    }
+    found.context("no payload inside")
+}
+
+fn is_x86(header: &FileHeader64<Endianness>) -> bool {
+    header
+        .endian()
+        .is_ok_and(|endian| header.e_machine(endian) == EM_X86_64)
+}
+
+fn examine(data: &[u8], glibc: (u32, u32), allowed: &[&str]) -> Result<()> {
+    let (libraries, versions) = needs(data)?;
+    for library in &libraries {
+        ensure!(allowed.contains(&library.as_str()), "needs {library}");
+    }
+    for version in &versions {
+        match number(version) {
+            Some(number) if number <= glibc => {}
+            _ => bail!("needs {version}, past glibc {}.{}", glibc.0, glibc.1),
+        }
+    }
+    ensure!(!versions.is_empty(), "names no version of glibc");
+    Ok(())
+}
+
+/// Names of the libraries and of the symbol versions that a stripped file needs.
+fn needs(data: &[u8]) -> Result<(BTreeSet<String>, BTreeSet<String>)> {
+    let header = FileHeader64::<Endianness>::parse(data)?;
+    let endian = header.endian()?;
+    let sections = header.sections(endian, data)?;
+    let debug = |name: &[u8]| name.starts_with(b".debug") || name.starts_with(b".zdebug");
+    for section in sections.iter() {
+        let name = sections.section_name(endian, section)?;
+        ensure!(
+            section.sh_type(endian) != SHT_SYMTAB && !debug(name),
+            "not stripped: has {}",
+            String::from_utf8_lossy(name)
+        );
+    }
+    let (mut libraries, mut versions) = (BTreeSet::new(), BTreeSet::new());
+    let (entries, link) = sections.dynamic(endian, data)?.context("is static")?;
+    let strings = sections.strings(endian, data, link)?;
+    for entry in entries {
+        if entry.tag(endian) == DT_NEEDED {
+            libraries.insert(text(entry.string(endian, strings)?));
+        }
+    }
+    if let Some((mut files, link)) = sections.gnu_verneed(endian, data)? {
+        let strings = sections.strings(endian, data, link)?;
+        while let Some((_, mut needed)) = files.next()? {
+            while let Some(version) = needed.next()? {
+                versions.insert(text(version.name(endian, strings)?));
+            }
+        }
+    }
+    Ok((libraries, versions))
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// `GLIBC_2.3.4` is (2, 3): within 2.28 the third part never decides.
+fn number(version: &str) -> Option<(u32, u32)> {
+    let mut parts = version.strip_prefix("GLIBC_")?.split('.');
+    let (major, minor) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+    Some((major, minor))
+}
+
+fn find(bytes: &[u8], pattern: &[u8]) -> Option<usize> {
+    bytes
+        .windows(pattern.len())
+        .position(|window| window == pattern)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A program that stands at hand, linked on this machine: this test itself.
+    fn this_test() -> Vec<u8> {
+        std::fs::read(std::env::current_exe().expect("it has a path")).expect("read it")
+    }
+
+    #[test]
+    fn what_is_not_stripped_is_refused() {
+        let error = examine(&this_test(), (2, 28), &GLIBC_PARTS).expect_err("it has symbols");
+        assert!(error.to_string().starts_with("not stripped"), "{error}");
+    }
+
+    #[test]
+    fn versions_are_numbers() {
+        assert_eq!(number("GLIBC_2.3.4"), Some((2, 3)));
+        assert!(number("GLIBC_2.4") < number("GLIBC_2.28"));
+        assert_eq!(number("GLIBC_PRIVATE"), None);
+        assert_eq!(number("GCC_3.0"), None);
+    }
+}

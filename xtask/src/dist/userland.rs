@@ -1,0 +1,181 @@
+//! Runs what was packed on another distribution's glibc: `cmt`, and a copying program that it attaches to, both with that
+//! root, that loader and that libc.
+//!
+//! The program and the stand-in are linked by zig as `cmt` is, so the root needs nothing but a glibc. It is not written
+//! to: a scratch folder is laid over it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+use cmt_tests::Victim;
+
+use super::{GLIBC, Tools};
+use crate::apt;
+use crate::workspace::{is_root, output, run};
+
+/// The oldest Debian whose packages its mirrors still have.
+const SUITE: &str = "bullseye";
+/// Lays $1 over $2 on $3, with what a container has besides, and becomes the program $4 there.
+const ENTER: &str = r#"
+set -e
+mount -t overlay -o "lowerdir=$1:$2" overlay "$3"
+for part in proc sys dev; do mount --rbind "/$part" "$3/$part"; done
+root=$3
+shift 3
+exec chroot "$root" "$@""#;
+
+/// Attaches and detaches there, and prints which glibc it was.
+pub fn check(archive: &Path, root: Option<&Path>, tools: &Tools) -> Result<()> {
+    ensure!(
+        is_root(),
+        "--check makes a root of its own and patches a process, which takes root: \
+         sudo env \"PATH=$PATH\" cargo xtask dist --check"
+    );
+    let scratch = cmt_tests::target().join("dist-userland");
+    let root = match root {
+        Some(root) => root.canonicalize().context(root.display().to_string())?,
+        None => debian(&scratch)?,
+    };
+    let (upper, merged) = (scratch.join("upper"), scratch.join("merged"));
+    if upper.exists() {
+        fs::remove_dir_all(&upper)?;
+    }
+    for folder in ["cmt", "proc", "sys", "dev"] {
+        fs::create_dir_all(upper.join(folder))?;
+    }
+    fs::create_dir_all(&merged)?;
+    run(Command::new("tar")
+        .args(["--strip-components=1", "--extract", "--file"])
+        .arg(archive)
+        .arg("--directory")
+        .arg(upper.join("cmt")))?;
+    build_victim(tools, &upper.join("cmt"))?;
+
+    let mut enter = Command::new("unshare");
+    enter
+        .args([
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            ENTER,
+            "sh",
+        ])
+        .args([&upper, &root, &merged])
+        .args(["/cmt/victim-drv", "--threads", "2", "--bytes", "64K,4M"])
+        .env("LD_LIBRARY_PATH", "/cmt");
+    let victim = Victim::spawn(enter);
+    println!("in {}:", root.display());
+    story(victim, &merged)
+}
+
+/// Unpacks Debian's libc6 into a folder.
+fn debian(scratch: &Path) -> Result<PathBuf> {
+    let root = scratch.join(SUITE);
+    if !root.join("lib64").exists() {
+        let package = apt::download(scratch, SUITE, "libc6")
+            .context("no root at hand; name one: cargo xtask dist --check ROOT")?;
+        run(Command::new("dpkg-deb")
+            .arg("--extract")
+            .arg(package)
+            .arg(&root))?;
+    }
+    Ok(root)
+}
+
+/// Builds the stand-in and a copying program for that glibc.
+fn build_victim(tools: &Tools, into: &Path) -> Result<()> {
+    let tests = cmt_tests::workspace().join("tests");
+    let cc = || {
+        let mut cc = tools.command(&tools.zig());
+        cc.arg("cc")
+            .arg(format!("--target=x86_64-linux-gnu.{}.{}", GLIBC.0, GLIBC.1))
+            .args(["-std=c11", "-O2", "-fno-omit-frame-pointer", "-pthread"]);
+        cc
+    };
+    let mut driver = cc();
+    for entry in fs::read_dir(tests.join("stand-in"))? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|ending| ending == "c") && !path.ends_with("runtime.c") {
+            driver.arg(path);
+        }
+    }
+    let libcuda = into.join("libcuda.so.1");
+    run(driver
+        .args(["-fPIC", "-shared", "-fvisibility=hidden", "-ldl"])
+        .args(["-Wl,-soname,libcuda.so.1", "-o"])
+        .arg(&libcuda))?;
+    let sources = ["copier.c", "options.c", "parked.c", "api_driver.c"];
+    run(cc()
+        .args(sources.map(|source| tests.join("victims").join(source)))
+        .arg(&libcuda)
+        .arg("-o")
+        .arg(into.join("victim-drv")))
+}
+
+/// Attach, a look at what it did, detach; all of it in the program's root.
+fn story(victim: Victim, root: &Path) -> Result<()> {
+    let pid = victim.pid.to_string();
+    // Run as a program, glibc says which one it is.
+    let version = inside(&pid, &[&libc_of(victim.pid, root)?])?;
+    let version = version.lines().next().context("libc says nothing")?;
+    println!("{version}");
+    println!("{}", inside(&pid, &["/cmt/cmt", "--version"])?.trim_end());
+    let doctor = json(&pid, &["doctor"])?;
+    ensure!(doctor["attach"] == true, "cmt doctor: {doctor}");
+    let attached = json(&pid, &["attach", &pid, "--before", "1s", "--after", "1s"])?;
+    let status = json(&pid, &["status", &pid])?;
+    let staged = &status["processes"][0]["staged"];
+    ensure!(
+        [0, 1]
+            .iter()
+            .all(|&way| staged[way]["calls"].as_u64() > Some(0)),
+        "nothing was staged: {status}; attach: {attached}"
+    );
+    inside(&pid, &["/cmt/cmt", "detach", &pid])?;
+    let account = victim.stop();
+    ensure!(account["mismatches"] == 0, "wrong bytes: {account}");
+    println!(
+        "attached, {} copies staged, detached; the program's account: {account}",
+        [0, 1]
+            .iter()
+            .filter_map(|&way| staged[way]["calls"].as_u64())
+            .sum::<u64>()
+    );
+    Ok(())
+}
+
+/// Path of the libc that a process with that root has mapped, as the process sees it.
+fn libc_of(pid: u32, root: &Path) -> Result<String> {
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    let paths = maps
+        .lines()
+        .filter_map(|line| line.split_ascii_whitespace().nth(5));
+    let is_libc = |path: &&str| path.ends_with("/libc.so.6") || path.contains("/libc-2.");
+    let path = paths.into_iter().find(is_libc).context("it maps no libc")?;
+    let root = root.to_str().context("a path that is no text")?;
+    Ok(path.trim_start_matches(root).to_string())
+}
+
+/// The object that a command of `cmt` prints there.
+fn json(pid: &str, args: &[&str]) -> Result<serde_json::Value> {
+    let command: Vec<&str> = ["/cmt/cmt"]
+        .iter()
+        .chain(args)
+        .chain(&["--json"])
+        .copied()
+        .collect();
+    Ok(serde_json::from_str(&inside(pid, &command)?)?)
+}
+
+/// What a command prints, run in a process's mounts and on its root.
+fn inside(pid: &str, command: &[&str]) -> Result<String> {
+    let mut nsenter = Command::new("nsenter");
+    nsenter
+        .args(["--target", pid, "--mount", "--root", "--wd"])
+        .args(command);
+    output(&mut nsenter)
+}
