@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use object::Endianness;
-use object::elf::{DT_NEEDED, EM_X86_64, FileHeader64, SHT_SYMTAB};
+use object::elf::{DT_NEEDED, EM_X86_64, FileHeader64, SHF_ALLOC, SHT_SYMTAB};
 use object::read::elf::{Dyn as _, FileHeader as _, SectionHeader as _};
 
 /// Parts of glibc; the loader counts as one.
@@ -67,51 +67,71 @@ fn is_x86(header: &FileHeader64<Endianness>) -> bool {
 }
 
 fn examine(data: &[u8], glibc: (u32, u32), allowed: &[&str]) -> Result<()> {
-    let (libraries, versions) = needs(data)?;
-    for library in &libraries {
+    is_stripped(data)?;
+    let needs = Needs::of(data)?;
+    for library in &needs.libraries {
         ensure!(allowed.contains(&library.as_str()), "needs {library}");
     }
-    for version in &versions {
+    for version in &needs.versions {
         match number(version) {
             Some(number) if number <= glibc => {}
             _ => bail!("needs {version}, past glibc {}.{}", glibc.0, glibc.1),
         }
     }
-    ensure!(!versions.is_empty(), "names no version of glibc");
+    ensure!(!needs.versions.is_empty(), "names no version of glibc");
     Ok(())
 }
 
-/// Names of the libraries and of the symbol versions that a stripped file needs.
-fn needs(data: &[u8]) -> Result<(BTreeSet<String>, BTreeSet<String>)> {
+fn is_stripped(data: &[u8]) -> Result<()> {
     let header = FileHeader64::<Endianness>::parse(data)?;
     let endian = header.endian()?;
     let sections = header.sections(endian, data)?;
-    let debug = |name: &[u8]| name.starts_with(b".debug") || name.starts_with(b".zdebug");
     for section in sections.iter() {
         let name = sections.section_name(endian, section)?;
+        // `.debug_gdb_scripts` is loaded with the program, and says nothing of where that was built.
+        let debug = name.starts_with(b".debug") && !section.sh_flags(endian).contains(SHF_ALLOC);
         ensure!(
-            section.sh_type(endian) != SHT_SYMTAB && !debug(name),
+            section.sh_type(endian) != SHT_SYMTAB && !debug,
             "not stripped: has {}",
-            String::from_utf8_lossy(name)
+            text(name)
         );
     }
-    let (mut libraries, mut versions) = (BTreeSet::new(), BTreeSet::new());
-    let (entries, link) = sections.dynamic(endian, data)?.context("is static")?;
-    let strings = sections.strings(endian, data, link)?;
-    for entry in entries {
-        if entry.tag(endian) == DT_NEEDED {
-            libraries.insert(text(entry.string(endian, strings)?));
-        }
-    }
-    if let Some((mut files, link)) = sections.gnu_verneed(endian, data)? {
+    Ok(())
+}
+
+/// What the loader looks for.
+struct Needs {
+    libraries: BTreeSet<String>,
+    /// Of symbols, as `GLIBC_2.28`.
+    versions: BTreeSet<String>,
+}
+
+impl Needs {
+    fn of(data: &[u8]) -> Result<Self> {
+        let header = FileHeader64::<Endianness>::parse(data)?;
+        let endian = header.endian()?;
+        let sections = header.sections(endian, data)?;
+        let (mut libraries, mut versions) = (BTreeSet::new(), BTreeSet::new());
+        let (entries, link) = sections.dynamic(endian, data)?.context("is static")?;
         let strings = sections.strings(endian, data, link)?;
-        while let Some((_, mut needed)) = files.next()? {
-            while let Some(version) = needed.next()? {
-                versions.insert(text(version.name(endian, strings)?));
+        for entry in entries {
+            if entry.tag(endian) == DT_NEEDED {
+                libraries.insert(text(entry.string(endian, strings)?));
             }
         }
+        if let Some((mut files, link)) = sections.gnu_verneed(endian, data)? {
+            let strings = sections.strings(endian, data, link)?;
+            while let Some((_, mut needed)) = files.next()? {
+                while let Some(version) = needed.next()? {
+                    versions.insert(text(version.name(endian, strings)?));
+                }
+            }
+        }
+        Ok(Self {
+            libraries,
+            versions,
+        })
     }
-    Ok((libraries, versions))
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -135,7 +155,7 @@ fn find(bytes: &[u8], pattern: &[u8]) -> Option<usize> {
 mod tests {
     use super::*;
 
-    /// A program that stands at hand, linked on this machine: this test itself.
+    /// A file at hand: this test itself.
     fn this_test() -> Vec<u8> {
         std::fs::read(std::env::current_exe().expect("it has a path")).expect("read it")
     }
@@ -144,6 +164,19 @@ mod tests {
     fn what_is_not_stripped_is_refused() {
         let error = examine(&this_test(), (2, 28), &GLIBC_PARTS).expect_err("it has symbols");
         assert!(error.to_string().starts_with("not stripped"), "{error}");
+    }
+
+    #[test]
+    fn needs_are_read() {
+        let needs = Needs::of(&this_test()).expect("it is an ELF file");
+        assert!(needs.libraries.contains("libc.so.6"));
+        assert!(needs.versions.contains("GLIBC_2.2.5"));
+    }
+
+    #[test]
+    fn a_file_without_a_payload_is_no_cmt() {
+        let error = payload(&this_test()).expect_err("it is one ELF file");
+        assert!(error.to_string().contains("no payload"), "{error}");
     }
 
     #[test]

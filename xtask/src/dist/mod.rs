@@ -5,6 +5,7 @@
 //! distribution's glibc ([`userland`]).
 
 mod inspect;
+mod notices;
 mod userland;
 
 use std::fs;
@@ -30,6 +31,9 @@ pub struct Args {
 
 /// Builds, inspects and packs; prints what it made.
 pub fn run_task(args: &Args) -> Result<()> {
+    if args.check.is_some() {
+        userland::require_root()?;
+    }
     let tools = Tools::prepare(&cmt_tests::target().join("dist-tools"))?;
     let cmt = build(&tools)?;
     inspect::inspect(&fs::read(&cmt)?, GLIBC, &own_paths()?)
@@ -187,6 +191,7 @@ fn pack(cmt: &Path) -> Result<PathBuf> {
     for part in ["docs", "examples"] {
         copy_tree(&workspace.join(part), &folder.join(part))?;
     }
+    notices::collect(&folder.join("licenses"))?;
     let archive = dist.join(format!("{name}.tar.gz"));
     let tar = dist.join(format!("{name}.tar"));
     run(Command::new("tar")

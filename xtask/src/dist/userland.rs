@@ -26,13 +26,18 @@ root=$3
 shift 3
 exec chroot "$root" "$@""#;
 
-/// Attaches and detaches there, and prints which glibc it was.
-pub fn check(archive: &Path, root: Option<&Path>, tools: &Tools) -> Result<()> {
+/// Fails for users who cannot do what [`check`] does.
+pub fn require_root() -> Result<()> {
     ensure!(
         is_root(),
         "--check makes a root of its own and patches a process, which takes root: \
          sudo env \"PATH=$PATH\" cargo xtask dist --check"
     );
+    Ok(())
+}
+
+/// Attaches and detaches there, and prints which glibc it was.
+pub fn check(archive: &Path, root: Option<&Path>, tools: &Tools) -> Result<()> {
     let scratch = cmt_tests::target().join("dist-userland");
     let root = match root {
         Some(root) => root.canonicalize().context(root.display().to_string())?,
