@@ -44,8 +44,8 @@ pub fn start(control: &'static Control) -> bool {
 }
 
 fn serve(control: &'static Control, mut seen: u32) {
-    // SAFETY: gettid only returns a number.
-    let tid = unsafe { libc::gettid() };
+    // SAFETY: the call takes nothing and only returns a number. libc's own function for it is younger than glibc 2.28.
+    let tid = unsafe { libc::syscall(libc::SYS_gettid) };
     control.control_tid.store(tid as u32, Ordering::Release);
     let mut engine = crate::hook::engine();
     loop {
