@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use object::Endianness;
-use object::elf::{DT_NEEDED, EM_X86_64, FileHeader64, SHF_ALLOC, SHT_SYMTAB};
-use object::read::elf::{Dyn as _, FileHeader as _, SectionHeader as _};
+use object::elf::{DT_NEEDED, EM_X86_64, FileHeader64, SHF_ALLOC, SHT_DYNSYM, SHT_SYMTAB};
+use object::read::elf::{Dyn as _, FileHeader as _, SectionHeader as _, Sym as _};
 
 /// Parts of glibc; the loader counts as one.
 const GLIBC_PARTS: [&str; 6] = [
@@ -78,7 +78,10 @@ fn examine(data: &[u8], glibc: (u32, u32), allowed: &[&str]) -> Result<()> {
             _ => bail!("needs {version}, past glibc {}.{}", glibc.0, glibc.1),
         }
     }
-    ensure!(!needs.versions.is_empty(), "names no version of glibc");
+    // The linker lets a library have symbols that it finds nowhere; the loader does not.
+    if let Some(symbol) = needs.unversioned.first() {
+        bail!("needs {symbol}, which glibc {}.{} lacks", glibc.0, glibc.1);
+    }
     Ok(())
 }
 
@@ -104,6 +107,8 @@ struct Needs {
     libraries: BTreeSet<String>,
     /// Of symbols, as `GLIBC_2.28`.
     versions: BTreeSet<String>,
+    /// Symbols that no library was seen to have. All of glibc's have versions.
+    unversioned: BTreeSet<String>,
 }
 
 impl Needs {
@@ -127,9 +132,21 @@ impl Needs {
                 }
             }
         }
+        let mut unversioned = BTreeSet::new();
+        let symbols = sections.symbols(endian, data, SHT_DYNSYM)?;
+        let table = sections.versions(endian, data)?.context("no versions")?;
+        for (index, symbol) in symbols.enumerate() {
+            // The first entry is none, and what is weak may be missing.
+            let must_be_found = index.0 > 0 && symbol.is_undefined(endian) && !symbol.is_weak();
+            let version = table.version_index(endian, index).index();
+            if must_be_found && table.version(version)?.is_none() {
+                unversioned.insert(text(symbols.symbol_name(endian, symbol)?));
+            }
+        }
         Ok(Self {
             libraries,
             versions,
+            unversioned,
         })
     }
 }
