@@ -117,32 +117,31 @@ impl Seized {
 
     /// Waits until it has stopped, `deadline` at the longest.
     pub fn wait(&mut self, deadline: Instant) -> Result<Stopped, ThreadError> {
+        let mut pace = Pace::new(deadline);
+        loop {
+            if let Some(stopped) = self.look()? {
+                return Ok(stopped);
+            }
+            pace.pause(self.tid)?;
+        }
+    }
+
+    /// Looks whether it has stopped.
+    fn look(&mut self) -> Result<Option<Stopped>, ThreadError> {
         let tid = self.tid;
-        let started = Instant::now();
-        let mut spins = 0;
-        let signal = loop {
-            match poll_stop(tid) {
-                Ok(Some(Event::Stopped { signal })) => break signal,
-                Ok(Some(Event::Ended)) | Err(Errno::ECHILD) => {
-                    self.detached = true;
-                    return Err(ThreadError::Gone { tid });
-                }
-                Ok(None) | Err(Errno::EINTR) => {}
-                Err(errno) => {
-                    return Err(ThreadError::Ptrace {
-                        tid,
-                        request: "wait",
-                        errno,
-                    });
-                }
+        let signal = match poll_stop(tid) {
+            Ok(Some(Event::Stopped { signal })) => signal,
+            Ok(Some(Event::Ended)) | Err(Errno::ECHILD) => {
+                self.detached = true;
+                return Err(ThreadError::Gone { tid });
             }
-            if Instant::now() >= deadline {
-                let waited_ms = started.elapsed().as_millis();
-                return Err(ThreadError::DoesNotStop { tid, waited_ms });
-            }
-            spins += 1;
-            if spins > 200 {
-                std::thread::sleep(Duration::from_micros(50));
+            Ok(None) | Err(Errno::EINTR) => return Ok(None),
+            Err(errno) => {
+                return Err(ThreadError::Ptrace {
+                    tid,
+                    request: "wait",
+                    errno,
+                });
             }
         };
         self.detached = true;
@@ -160,7 +159,37 @@ impl Seized {
             })?;
         // At once: however it is let go, even by our death, the call goes on.
         stopped.rewrite_eintr()?;
-        Ok(stopped)
+        Ok(Some(stopped))
+    }
+}
+
+/// How often somebody looks who waits for a stop: all the time at first, since most threads stop within microseconds.
+struct Pace {
+    started: Instant,
+    deadline: Instant,
+    looks: u32,
+}
+
+impl Pace {
+    fn new(deadline: Instant) -> Self {
+        Self {
+            started: Instant::now(),
+            deadline,
+            looks: 0,
+        }
+    }
+
+    /// Passes the time until the next look; fails at the deadline. `tid` is the thread to blame.
+    fn pause(&mut self, tid: i32) -> Result<(), ThreadError> {
+        if Instant::now() >= self.deadline {
+            let waited_ms = self.started.elapsed().as_millis();
+            return Err(ThreadError::DoesNotStop { tid, waited_ms });
+        }
+        self.looks += 1;
+        if self.looks > 200 {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        Ok(())
     }
 }
 
@@ -446,15 +475,29 @@ pub fn stop_all(
             return Ok((stopped, since));
         }
         fresh.retain(|seized| seized.interrupt().is_ok());
-        while let Some(mut seized) = fresh.pop() {
-            match seized.wait(deadline) {
-                Ok(thread) => stopped.push(thread),
-                Err(ThreadError::Gone { .. }) => {}
-                Err(error) => {
-                    // Before the one that does not stop is waited for.
-                    drop((stopped, fresh));
-                    return Err(error);
+        let mut pace = Pace::new(deadline);
+        while !fresh.is_empty() {
+            let mut outcome = Ok(());
+            // Each as soon as it stops: until an interrupted call is rewritten, our death would leave it with EINTR.
+            fresh.retain_mut(|seized| match seized.look() {
+                Ok(Some(thread)) => {
+                    stopped.push(thread);
+                    false
                 }
+                Ok(None) => true,
+                Err(ThreadError::Gone { .. }) => false,
+                Err(error) => {
+                    outcome = Err(error);
+                    true
+                }
+            });
+            if let Some(seized) = fresh.last() {
+                outcome = outcome.and_then(|()| pace.pause(seized.tid));
+            }
+            if let Err(error) = outcome {
+                // Before those that do not stop are waited for.
+                drop((stopped, fresh));
+                return Err(error);
             }
         }
     }
