@@ -258,6 +258,11 @@ impl ControlMap {
         }
     }
 
+    /// Whether a command was given that is not carried out yet.
+    pub fn is_at_work(&self) -> bool {
+        self.done_seq.load(Ordering::Acquire) != self.command_seq.load(Ordering::Acquire)
+    }
+
     /// Gives a command and waits until it is carried out.
     pub fn command(
         &self,

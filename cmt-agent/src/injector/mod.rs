@@ -275,6 +275,7 @@ pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Atta
             (cave.0, Some(cave.1), held)
         }
         Some(control) => {
+            settle(target, &control)?;
             if has_control_thread(target, &control) {
                 (control, None, Duration::ZERO) // An earlier cmt died on its way; go on from there.
             } else {
@@ -329,7 +330,11 @@ pub fn detach(target: &mut Target) -> Result<Detached, InjectError> {
     target.refresh_maps()?;
     let control = find_control(target)?.ok_or(InjectError::NotAttached { pid })?;
     check_owner(target, &control)?;
-    if control.state.load(Ordering::Acquire) == state::STOPPED {
+    settle(target, &control)?;
+    // An attach that was killed early may have left a control thread that was told nothing yet.
+    if control.state.load(Ordering::Acquire) == state::STOPPED
+        && !has_control_thread(target, &control)
+    {
         return Err(InjectError::NotAttached { pid });
     }
     let (restored, pause) = unpatch_and_stop(target, &control)?;
@@ -348,6 +353,7 @@ pub fn set_plan(target: &mut Target, plan: &Plan) -> Result<(), InjectError> {
     target.refresh_maps()?;
     let control = find_control(target)?.ok_or(InjectError::NotAttached { pid })?;
     check_owner(target, &control)?;
+    settle(target, &control)?;
     control.set_plan(plan);
     Ok(control.command(target, command::SET_PLAN, STEP_LIMIT)?)
 }
@@ -378,6 +384,18 @@ pub fn staged_errors(target: &mut Target) -> Result<u64, InjectError> {
 pub fn has_control_thread(target: &Target, control: &ControlMap) -> bool {
     control.control_tid.load(Ordering::Acquire) != 0
         && has_thread(target, |name| name == "cmt-control")
+}
+
+/// Waits until the control thread has carried out what an earlier `cmt`, killed since, told it: it may be about to end.
+fn settle(target: &Target, control: &ControlMap) -> Result<(), InjectError> {
+    let deadline = Instant::now() + DRAIN_LIMIT;
+    while control.is_at_work() && has_control_thread(target, control) {
+        if Instant::now() >= deadline {
+            return Err(InjectError::Busy { pid: target.pid });
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    Ok(())
 }
 
 /// Refuses a forked child: it shares the parent's control block but not its threads.
