@@ -1,7 +1,8 @@
 //! The keeper: a short-lived process of its own that stops and patches the target.
 //!
 //! Threads are only ever held by the keeper. It runs in its own process group, so neither Ctrl-C nor the death of the
-//! `cmt` that started it ends it halfway: it finishes what it has begun within a moment and lets all threads go.
+//! `cmt` that started it ends it halfway: it finishes what it has begun within a moment and lets all threads go. It
+//! blocks all signals, since a service manager that stops a unit signals every process of it.
 
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
@@ -11,6 +12,7 @@ use std::time::Instant;
 
 use anyhow::{Context as _, anyhow};
 use cmt_common::control::Plan;
+use nix::sys::signal::SigSet;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -97,6 +99,7 @@ fn ask<T: DeserializeOwned>(job: &[&str], input: &str) -> anyhow::Result<T> {
 
 /// Runs as the keeper.
 pub fn run(args: Args) -> anyhow::Result<()> {
+    SigSet::all().thread_block()?;
     injector::reap_the_ended();
     let text = match args.job {
         Job::Attach { pid, threads } => answer(attach_here(pid, threads)),
