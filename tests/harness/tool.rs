@@ -1,6 +1,7 @@
 //! Runs the real `cmt`.
 
 use std::ffi::OsStr;
+use std::fs;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::thread;
@@ -66,6 +67,16 @@ impl Running {
     /// Its process id.
     pub fn pid(&self) -> u32 {
         self.child.as_ref().expect("still there").id()
+    }
+
+    /// The process that stops and patches for it, while there is one.
+    pub fn keeper(&self) -> Option<u32> {
+        let pid = self.pid();
+        let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
+        let child = children.split_ascii_whitespace().next()?.parse().ok()?;
+        // Until it is the keeper it is a copy of its parent; once it has ended it has no command line.
+        let line = fs::read_to_string(format!("/proc/{child}/cmdline")).ok()?;
+        (line.split('\0').nth(1) == Some("keeper")).then_some(child)
     }
 
     /// Waits for its end, but not for ever: for a `cmt` that says little.
