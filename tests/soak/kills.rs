@@ -213,7 +213,7 @@ fn strike(
     let pause = match when {
         When::AnyTime if whom == Whom::Command => rng.u64(0..ATTACH_US),
         When::AnyTime | When::Keeper => {
-            wait_until(|| keeper_of(command).is_some() || has_ended(command));
+            wait_until(|| running.keeper().is_some() || has_ended(command));
             rng.u64(0..ATTACH_US)
         }
         When::Stopped => {
@@ -228,7 +228,7 @@ fn strike(
     while Instant::now() < strike_at && !has_ended(command) {
         thread::sleep(Duration::from_micros(20).min(strike_at - Instant::now()));
     }
-    let keeper = keeper_of(command);
+    let keeper = running.keeper();
     if let Some(keeper) = keeper {
         freeze(keeper);
     }
@@ -379,15 +379,6 @@ fn state(tid: u32) -> Option<char> {
 
 fn has_ended(pid: u32) -> bool {
     matches!(state(pid), None | Some('Z' | 'X'))
-}
-
-/// The process that stops and patches for a `cmt`.
-fn keeper_of(command: u32) -> Option<u32> {
-    let children = fs::read_to_string(format!("/proc/{command}/task/{command}/children")).ok()?;
-    let child = children.split_ascii_whitespace().next()?.parse().ok()?;
-    // Not before it is the keeper: until then it is a copy of its parent.
-    let line = fs::read_to_string(format!("/proc/{child}/cmdline")).ok()?;
-    (line.split('\0').nth(1) == Some("keeper") && !has_ended(child)).then_some(child)
 }
 
 /// Stops a process, and waits until it is, or has ended.

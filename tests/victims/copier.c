@@ -264,6 +264,8 @@ static void print_final(int child_status)
     }
     printf("},\"verified_bytes\":%llu,\"mismatches\":%llu", (unsigned long long)verified_bytes,
            (unsigned long long)mismatches);
+    if (options.count_interrupted)
+        printf(",\"interrupted\":%llu", (unsigned long long)interrupted_calls);
     if (options.fork_at > 0)
         printf(",\"child_exit\":%d,\"child_signal\":%d", WIFEXITED(child_status) ? WEXITSTATUS(child_status) : -1,
                WIFSIGNALED(child_status) ? WTERMSIG(child_status) : 0);

@@ -13,7 +13,7 @@ static const char usage[] =
     "usage: %s [--threads N] [--bytes A[,B...]] [--seconds S | --calls N] [--async] [--fresh] [--default-kind]\n"
     "          [--pinned] [--per-thread] [--two-d] [--fail-every N] [--idle-threads N] [--malloc-storm N]\n"
     "          [--pause-ms N] [--fork-at S] [--load-after S] [--exact] [--allow-errors]\n"
-    "          [--hold]\n"
+    "          [--hold] [--count-interrupted]\n"
     "Sizes take K, M or G. --calls counts the copies of one thread. Without --seconds and --calls: until SIGTERM.\n"
     "--hold: is ready once CUDA is, and starts to allocate and copy at SIGUSR1.\n";
 
@@ -52,7 +52,7 @@ void options_parse(int argc, char **argv)
         {"two-d", 0, 0, '2'},        {"fail-every", 1, 0, 'F'},   {"idle-threads", 1, 0, 'i'},
         {"malloc-storm", 1, 0, 'm'}, {"pause-ms", 1, 0, 'w'},     {"fork-at", 1, 0, 'k'},
         {"load-after", 1, 0, 'l'},   {"exact", 0, 0, 'x'},        {"allow-errors", 0, 0, 'e'},
-        {"hold", 0, 0, 'h'},
+        {"hold", 0, 0, 'h'},         {"count-interrupted", 0, 0, 'I'},
         {0}};
     int option;
     while ((option = getopt_long(argc, argv, "", names, NULL)) != -1)
@@ -76,6 +76,7 @@ void options_parse(int argc, char **argv)
         case 'x': options.exact = true; break;
         case 'e': options.allow_errors = true; break;
         case 'h': options.hold = true; break;
+        case 'I': options.count_interrupted = true; break;
         default: fprintf(stderr, usage, argv[0]); exit(EXIT_USAGE);
         }
     if (optind < argc) {

@@ -19,6 +19,16 @@ static const char *const waits[] = {"epoll_wait", "futex", "read", "nanosleep", 
 enum { WAITS = sizeof waits / sizeof *waits };
 static const struct timespec hours = {36000, 0};
 
+_Atomic uint64_t interrupted_calls;
+
+/* A call that the kernel never restarts by itself was interrupted, and that is only to be counted. */
+static bool is_tolerated(long result)
+{
+    bool tolerated = options.count_interrupted && result == -1 && errno == EINTR;
+    interrupted_calls += tolerated;
+    return tolerated;
+}
+
 static long wait_forever(size_t which)
 {
     int pipe_ends[2], pair[2];
@@ -30,7 +40,11 @@ static long wait_forever(size_t which)
         struct epoll_event event = {.events = EPOLLIN};
         int epoll = epoll_create1(0);
         epoll_ctl(epoll, EPOLL_CTL_ADD, pipe_ends[0], &event);
-        return epoll_wait(epoll, &event, 1, 36000 * 1000);
+        int ready;
+        do
+            ready = epoll_wait(epoll, &event, 1, 36000 * 1000);
+        while (is_tolerated(ready));
+        return ready;
     }
     case 1: {
         static int word;
@@ -47,7 +61,11 @@ static long wait_forever(size_t which)
     default: {
         struct timeval timeout = {36000, 0};
         setsockopt(pair[0], SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout);
-        return recv(pair[0], &byte, 1, 0);
+        ssize_t got;
+        do
+            got = recv(pair[0], &byte, 1, 0);
+        while (is_tolerated(got));
+        return got;
     }
     }
 }

@@ -14,7 +14,7 @@ struct options {
     int size_count;
     double seconds, fork_at, load_after;
     long calls, fail_every, pause_ms;
-    bool async, fresh, default_kind, pinned, per_thread, two_d, exact, allow_errors, hold;
+    bool async, fresh, default_kind, pinned, per_thread, two_d, exact, allow_errors, hold, count_interrupted;
 };
 extern struct options options;
 
@@ -56,6 +56,8 @@ int api_check_last_error(int code);
 
 /* parked.c: threads that wait in system calls, or keep malloc busy. */
 void parked_start(int count);
+/* How often epoll_wait and recv with a timeout returned EINTR, where that does not end the victim. */
+extern _Atomic uint64_t interrupted_calls;
 void malloc_storm_start(int count);
 
 /* options.c */

@@ -25,8 +25,8 @@ enum Task {
     BuildEbpf(build_ebpf::Args),
     Demo(demo::Args),
     Dist(dist::Args),
-    /// Run the test ladder
-    Test,
+    /// Run the test ladder, or the long runs
+    Test(test::Args),
     /// Lay everything that a GPU machine needs into one folder
     Gpu,
 }
@@ -36,7 +36,7 @@ fn run(task: Task) -> anyhow::Result<ExitCode> {
         Task::BuildEbpf(args) => build_ebpf::run_task(&args)?,
         Task::Demo(args) => demo::run(args)?,
         Task::Dist(args) => dist::run_task(&args)?,
-        Task::Test => return test::run_ladder(),
+        Task::Test(args) => return test::run_task(&args),
         Task::Gpu => gpu::bundle()?,
     }
     Ok(ExitCode::SUCCESS)

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: the test ladder, rung by rung.
+//! `cargo xtask test`: the test ladder, rung by rung; and `cargo xtask test soak`, the long runs.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -15,6 +15,27 @@ const UNIT: &str = "unit";
 const GPU: &str = "gpu";
 const LADDER: [&str; 5] = [UNIT, "stand-in", "kernel", "real-libcudart", GPU];
 
+/// What to run.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Only this: soak, the long runs, which are no part of the ladder
+    #[arg(value_enum)]
+    only: Option<Only>,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Only {
+    Soak,
+}
+
+/// Runs the tests; fails when one does, or when one that can run on this machine did not.
+pub fn run_task(args: &Args) -> Result<ExitCode> {
+    match args.only {
+        None => run_ladder(),
+        Some(Only::Soak) => run_soak(),
+    }
+}
+
 /// Results of one rung.
 #[derive(Default)]
 struct Tally {
@@ -29,7 +50,7 @@ struct Tally {
 
 /// Builds what the rungs need, runs them all and sums up. Fails when a test did, or when a rung that can run on this
 /// machine did not.
-pub fn run_ladder() -> Result<ExitCode> {
+fn run_ladder() -> Result<ExitCode> {
     let cmt = build_cmt()?;
     cmt_tests::built();
     let libcudart = fetch_libcudart()
@@ -73,22 +94,49 @@ pub fn run_ladder() -> Result<ExitCode> {
     })
 }
 
+/// Kills and cycles by the hundred. Their figures come as rows of a table, which is repeated at the end.
+fn run_soak() -> Result<ExitCode> {
+    let cmt = build_cmt()?;
+    cmt_tests::built();
+    let mut soak = cargo(["test", "--package", "cmt-tests", "--test", "soak"]);
+    soak.args(["--", "--ignored", "--nocapture", "--test-threads", "1"]);
+    soak.env("CMT_BIN", &cmt).env("CMT_REQUIRE_RUNGS", "1");
+    let mut rows = Vec::new();
+    let status = run_and_show(&mut soak, |text| {
+        if text.starts_with("| ") {
+            rows.push(text.to_owned());
+        }
+    })?;
+    println!("\n| what | figure |\n|---|---|\n{}", rows.join("\n"));
+    Ok(if status.success() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
 /// Runs `cargo test`, passes its output on and adds its closing lines up.
 fn run_tests(command: &mut Command) -> Result<(ExitStatus, Tally)> {
+    let mut tally = Tally::default();
+    let status = run_and_show(command, |text| add_closing_line(text, &mut tally))?;
+    Ok((status, tally))
+}
+
+/// Runs `cargo test` and passes its output on, each line also to `look`.
+fn run_and_show(command: &mut Command, mut look: impl FnMut(&str)) -> Result<ExitStatus> {
     println!("$ {}", line(command));
     let mut child = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
         .with_context(|| format!("cannot start {}", line(command)))?;
-    let mut tally = Tally::default();
     let stdout = child.stdout.take().context("no output")?;
     for text in BufReader::new(stdout).lines() {
         let text = text?;
         println!("{text}");
-        add_closing_line(&text, &mut tally);
+        look(&text);
     }
-    Ok((child.wait()?, tally))
+    Ok(child.wait()?)
 }
 
 /// `test result: ok. 7 passed; 0 failed; 1 ignored; …`
