@@ -2,28 +2,10 @@
 //! next `cmt` takes out.
 #![expect(unsafe_code, reason = "sends signals")]
 
-use std::time::{Duration, Instant};
-
-use cmt_tests::{Rung, Running, Victim, cycles, detach, require, spawn_cmt};
-
-/// Starts an attach and waits until its keeper has brought the payload in, but has not finished yet; `None` if it has.
-fn attach_halfway(victim: &Victim) -> (Running, Option<u32>) {
-    let pid = victim.pid.to_string();
-    let attaching = spawn_cmt(["attach", &pid, "--before", "0s", "--after", "0s"]);
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while !has_control_thread(victim) {
-        assert!(Instant::now() < deadline, "no control thread");
-    }
-    let keeper = attaching.keeper();
-    (attaching, keeper)
-}
-
-fn has_control_thread(victim: &Victim) -> bool {
-    victim.threads().iter().any(|name| name == "cmt-control")
-}
+use cmt_tests::{Rung, Victim, attach, attach_halfway, cmt, cycles, detach, require};
 
 fn signal(pid: u32, number: i32) {
-    // SAFETY: no memory is touched; the process is a child of a child of ours and has just been seen.
+    // SAFETY: no memory is touched; the process was there a moment ago, and ids are given out in order.
     unsafe { libc::kill(pid as i32, number) };
 }
 
@@ -67,12 +49,44 @@ fn a_payload_that_was_told_nothing_is_taken_out() {
             signal(keeper, libc::SIGKILL);
         }
         attaching.finish();
-        left += u32::from(has_control_thread(&victim) && victim.code("libcuda.so") == code);
+        left += u32::from(victim.has_thread("cmt-control") && victim.code("libcuda.so") == code);
         detach(&victim);
-        assert!(!has_control_thread(&victim), "a thread is left over");
+        assert!(!victim.has_thread("cmt-control"), "a thread is left over");
         assert!(victim.code("libcuda.so") == code, "libcuda's code differs");
     }
     assert!(left > 0, "it was always too late");
     cycles(&mut victim, 1);
+    assert_eq!(victim.stop()["mismatches"], 0);
+}
+
+#[test]
+fn another_cmt_waits_its_turn() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let mut victim = Victim::start("victim-drv", ["--bytes", "1M"]);
+    let pid = victim.pid.to_string();
+    cycles(&mut victim, 1);
+    let mut met = 0;
+    for _ in 0..10 {
+        let (attaching, keeper) = attach_halfway(&victim);
+        if let Some(keeper) = keeper {
+            signal(keeper, libc::SIGSTOP);
+            let others = [attach(&victim), cmt(["detach", &pid])];
+            signal(keeper, libc::SIGCONT);
+            // The last word may have been said before it was stopped.
+            if others
+                .iter()
+                .all(|other| other.stderr.contains("another cmt is at work"))
+            {
+                met += 1;
+            }
+        }
+        let attached = attaching.finish();
+        assert_eq!(attached.code, Some(0), "{attached:#?}");
+        let _ = cmt(["detach", &pid]);
+    }
+    assert!(met > 0, "no second cmt met the first");
+    assert!(victim.is_alive());
     assert_eq!(victim.stop()["mismatches"], 0);
 }

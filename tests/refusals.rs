@@ -2,10 +2,10 @@
 #![expect(unsafe_code, reason = "traces a process, as a debugger would")]
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::process::Command;
 
-use cmt_tests::{Finished, Rung, Victim, cmt, cmt_command, require};
+use cmt_tests::{Finished, Rung, Victim, built, cmt, cmt_command, require};
 
 /// An ordinary program that has nothing to do with CUDA.
 fn bystander() -> Victim {
@@ -176,6 +176,86 @@ fn attaching_twice() {
     let sentence = refused.refusal();
     assert!(sentence.contains("already attached"), "{sentence}");
     assert!(victim.is_alive());
+    assert_eq!(cmt(["detach", &pid]).code, Some(0));
+    assert_eq!(victim.stop()["mismatches"], 0);
+}
+
+#[test]
+fn a_forked_child_of_an_attached_process() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let mut victim = Victim::start("victim-odd", ["fork"]);
+    let pid = victim.pid.to_string();
+    assert_eq!(attach(victim.pid).code, Some(0));
+    victim.signal(libc::SIGUSR1);
+    let children = format!("/proc/{pid}/task/{pid}/children");
+    let child = loop {
+        let children = fs::read_to_string(&children).expect("its children");
+        if let Some(child) = children.split_ascii_whitespace().next() {
+            break child.to_owned();
+        }
+    };
+    // It shares the parent's control block: a word to that would reach the parent.
+    for command in ["attach", "detach"] {
+        let refused = cmt([command, &child]);
+        assert!(refused.refusal().contains("forked child"), "{refused:#?}");
+    }
+    let status = cmt(["status", &pid, "--json"]).json();
+    assert_eq!(status["processes"][0]["state"], "attached", "{status:#}");
+    assert!(victim.is_alive());
+    assert_eq!(cmt(["detach", &pid]).code, Some(0));
+    assert_eq!(victim.stop()["mismatches"], 0);
+}
+
+/// Address of the code of a function of the stand-in in a process. The victim does not call this one.
+fn address_of(function: &str, pid: u32) -> u64 {
+    let library = built().folder.join("libcuda.so.1");
+    let mut nm = Command::new("nm");
+    nm.args(["-D", "--defined-only"]).arg(&library);
+    let symbols = nm.output().expect("run nm").stdout;
+    let symbols = String::from_utf8_lossy(&symbols).into_owned();
+    let symbol = symbols
+        .lines()
+        .find(|line| line.ends_with(&format!(" {function}")))
+        .and_then(|line| line.split(' ').next())
+        .expect("the function");
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).expect("its maps");
+    let base = maps
+        .lines()
+        .find(|line| line.contains("/libcuda.so"))
+        .and_then(|line| line.split('-').next())
+        .expect("the library");
+    let number = |text| u64::from_str_radix(text, 16).expect("hex");
+    number(base) + number(symbol)
+}
+
+#[test]
+fn code_that_somebody_else_has_changed() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let mut victim = Victim::start("victim-drv", ["--bytes", "1M"]);
+    let pid = victim.pid.to_string();
+    assert_eq!(attach(victim.pid).code, Some(0));
+    assert_eq!(cmt(["detach", &pid]).code, Some(0));
+    // Behind its first instruction, where the patch would go; the victim does not call it.
+    let place = address_of("cuMemcpyHtoDAsync_v2_ptsz", victim.pid) + 4;
+    let memory = fs::File::options()
+        .read(true)
+        .write(true)
+        .open(format!("/proc/{pid}/mem"))
+        .expect("its memory");
+    let mut byte = [0];
+    memory.read_exact_at(&mut byte, place).expect("read it");
+    memory.write_all_at(&[!byte[0]], place).expect("change it");
+    let before = victim.footprint();
+    let refused = attach(victim.pid);
+    let sentence = refused.refusal();
+    assert!(sentence.contains("is not what it was"), "{sentence}");
+    victim.assert_untouched(&before);
+    memory.write_all_at(&byte, place).expect("change it back");
+    assert_eq!(attach(victim.pid).code, Some(0));
     assert_eq!(cmt(["detach", &pid]).code, Some(0));
     assert_eq!(victim.stop()["mismatches"], 0);
 }

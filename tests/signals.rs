@@ -12,8 +12,7 @@ fn none_is_lost_and_no_call_is_interrupted_by_us() {
     cycles(&mut victim, 60);
     let account = victim.stop();
     let count = |name: &str| account[name].as_u64().expect("a count");
-    // One may be on its way.
-    assert!(count("queued") - count("handled") <= 1, "{account}");
+    assert_eq!(count("queued"), count("handled"), "{account}");
     for name in ["handled", "alarms", "interrupted"] {
         assert!(count(name) > 100, "{account}");
     }
@@ -33,7 +32,9 @@ fn real_time_signals_reach_threads_that_are_being_stopped() {
         }
     }
     for victim in victims {
+        // It waits until its last signal is handled.
         let account = victim.stop();
+        assert_eq!(account["queued"], account["handled"], "{account}");
         assert_eq!(account["mismatches"], 0, "{account}");
     }
 }

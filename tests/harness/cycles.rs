@@ -1,14 +1,27 @@
 //! Attaching and detaching, again and again, where only the target's welfare is of interest.
 
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crate::{Finished, Victim, cmt};
+use crate::{Finished, Running, Victim, cmt, spawn_cmt};
 
 /// Attaches without looking at what the program does before and after.
 pub fn attach(victim: &Victim) -> Finished {
     let pid = victim.pid.to_string();
     cmt(["attach", &pid, "--before", "0s", "--after", "0s"])
+}
+
+/// Starts an attach and waits until the payload is inside: that `cmt`, and its keeper unless that has finished already.
+#[track_caller]
+pub fn attach_halfway(victim: &Victim) -> (Running, Option<u32>) {
+    let pid = victim.pid.to_string();
+    let attaching = spawn_cmt(["attach", &pid, "--before", "0s", "--after", "0s"]);
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !victim.has_thread("cmt-control") {
+        assert!(Instant::now() < deadline, "no control thread");
+    }
+    let keeper = attaching.keeper();
+    (attaching, keeper)
 }
 
 /// Detaches; that must work.

@@ -11,7 +11,7 @@ mod trace;
 mod victim;
 
 pub use build::{Built, built};
-pub use cycles::{attach, cycles, detach, refusal, wait_until_staged};
+pub use cycles::{attach, attach_halfway, cycles, detach, refusal, wait_until_staged};
 pub use rung::{Rung, Turn, libcudart, require, require_packages};
 pub use tool::{Finished, Running, cmt, cmt_command, spawn_cmt};
 pub use trace::Trace;

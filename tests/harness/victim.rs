@@ -165,6 +165,11 @@ impl Victim {
         names
     }
 
+    /// Whether it has a thread of this name.
+    pub fn has_thread(&self, name: &str) -> bool {
+        self.threads().iter().any(|thread| thread == name)
+    }
+
     /// The code of a library as it stands in memory: all its executable mappings, in order.
     #[track_caller]
     pub fn code(&self, library: &str) -> Vec<u8> {

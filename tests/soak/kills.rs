@@ -190,7 +190,7 @@ fn descriptors(victim: &Victim) -> usize {
 
 /// Whether the payload is at work, or left half done.
 fn is_attached(victim: &Victim) -> bool {
-    victim.threads().iter().any(|name| name == "cmt-control")
+    victim.has_thread("cmt-control")
 }
 
 /// Starts `what` and kills; `None` if it ended first.
@@ -272,14 +272,12 @@ fn strike(
 fn phase(victim: &Victim) -> Phase {
     let tasks = tasks(victim);
     let traced = tasks.iter().filter(|&&tid| is_traced(tid)).count();
-    let names = victim.threads();
-    let has = |wanted: &str| names.iter().any(|name| name == wanted);
     match traced {
         1 => Phase::OneStopped,
         _ if traced == tasks.len() => Phase::AllStopped,
         2.. => Phase::SomeStopped,
-        _ if has("cmt-boot") => Phase::Loading,
-        _ if has("cmt-control") => Phase::Preparing,
+        _ if victim.has_thread("cmt-boot") => Phase::Loading,
+        _ if victim.has_thread("cmt-control") => Phase::Preparing,
         _ => Phase::Looking,
     }
 }

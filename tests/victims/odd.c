@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -112,6 +113,15 @@ static void map_libc_as_data(void)
 
 static sigset_t go;
 
+/* At SIGUSR1 forks a child that copies nothing and ends with it. */
+static void fork_a_child(void)
+{
+    int signal;
+    sigwait(&go, &signal);
+    if (fork() == 0)
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+}
+
 /* At SIGUSR1 becomes another program, or ends. */
 static void leave(bool by_exec)
 {
@@ -154,6 +164,8 @@ int main(int argc, char **argv)
         pthread_exit(NULL);
     if (!strcmp(what, "exec") || !strcmp(what, "exit"))
         leave(!strcmp(what, "exec"));
+    if (!strcmp(what, "fork"))
+        fork_a_child();
     for (;;)
         pause();
 }
