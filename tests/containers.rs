@@ -22,7 +22,9 @@ impl Root {
         let program = built().victim("victim-drv");
         root.put(&program, "victim-drv");
         root.put(&built().folder.join("libcuda.so.1"), "lib/libcuda.so.1");
-        let ldd = Command::new("ldd").arg(program).output().expect("run ldd");
+        let mut ldd = Command::new("ldd");
+        ldd.arg(program).env("LD_LIBRARY_PATH", &built().folder);
+        let ldd = ldd.output().expect("run ldd");
         for word in String::from_utf8_lossy(&ldd.stdout).split_whitespace() {
             let name = Path::new(word)
                 .file_name()

@@ -10,8 +10,10 @@ driver="copy.c capture.c context.c device.c event.c link.c memory.c stream.c vmm
 flags="-std=c11 -O2 -g -fPIC -shared -fvisibility=hidden -Wall -Wextra -Werror -pthread
     -fno-omit-frame-pointer -fno-shrink-wrap -Wl,--hash-style=gnu -Wl,-z,defs ${STANDIN_CFLAGS:-}"
 
+# NVIDIA's libcuda needs these by name, so every process that has one has them loaded.
+needs="-Wl,--no-as-needed -l:libm.so.6 -l:libdl.so.2 -l:libpthread.so.0 -l:librt.so.1"
 # shellcheck disable=SC2086
-build_driver() { $cc $flags -fcf-protection="$1" $driver -Wl,-soname,libcuda.so.1 -ldl -o "$2"; }
+build_driver() { $cc $flags -fcf-protection="$1" $driver -Wl,-soname,libcuda.so.1 $needs -o "$2"; }
 build_driver none "$out/libcuda.so.1" &
 build_driver full "$out/endbr/libcuda.so.1" &
 # shellcheck disable=SC2086
