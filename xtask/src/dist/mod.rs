@@ -163,8 +163,8 @@ fn own_paths() -> Result<Vec<PathBuf>> {
         cargo_home()?,
         sysroot()?,
     ];
-    // With a slash behind it: `/proc/1/root` is not root's home.
-    paths.extend(std::env::var_os("HOME").map(|home| Path::new(&home).join("")));
+    // Its hidden folders, where tools keep things: `/root/` alone is also a part of `/proc/1/root/`.
+    paths.extend(std::env::var_os("HOME").map(|home| Path::new(&home).join(".")));
     // "/" is in every file.
     paths.retain(|path| path.parent().is_some());
     Ok(paths)

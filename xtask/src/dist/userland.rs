@@ -17,6 +17,8 @@ use crate::workspace::{is_root, output, run};
 
 /// The oldest Debian whose packages its mirrors still have.
 const SUITE: &str = "bullseye";
+/// How often it attaches and detaches.
+const CYCLES: u32 = 10;
 /// Lays $1 over $2 on $3, with what a container has besides, and becomes the program $4 there.
 const ENTER: &str = r#"
 set -e
@@ -71,6 +73,7 @@ pub fn check(archive: &Path, root: Option<&Path>, tools: &Tools) -> Result<()> {
         ])
         .args([&upper, &root, &merged])
         .args(["/cmt/victim-drv", "--threads", "2", "--bytes", "64K,4M"])
+        .args(["--idle-threads", "4", "--malloc-storm", "1"])
         .env("LD_LIBRARY_PATH", "/cmt");
     let victim = Victim::spawn(enter);
     println!("in {}:", root.display());
@@ -131,24 +134,28 @@ fn story(victim: Victim, root: &Path) -> Result<()> {
     println!("{}", inside(&pid, &["/cmt/cmt", "--version"])?.trim_end());
     let doctor = json(&pid, &["doctor"])?;
     ensure!(doctor["attach"] == true, "cmt doctor: {doctor}");
-    let attached = json(&pid, &["attach", &pid, "--before", "1s", "--after", "1s"])?;
-    let status = json(&pid, &["status", &pid])?;
-    let staged = &status["processes"][0]["staged"];
-    ensure!(
-        [0, 1]
-            .iter()
-            .all(|&way| staged[way]["calls"].as_u64() > Some(0)),
-        "nothing was staged: {status}; attach: {attached}"
-    );
-    inside(&pid, &["/cmt/cmt", "detach", &pid])?;
+    let mut copies = 0;
+    for cycle in 0..CYCLES {
+        // The first one traces as well, before and after.
+        let window = if cycle == 0 { "1s" } else { "0s" };
+        let attach = ["attach", &pid, "--before", window, "--after", window];
+        let attached = json(&pid, &attach)?;
+        if cycle == 0 {
+            let status = json(&pid, &["status", &pid])?;
+            let staged = [0, 1].map(|way| &status["processes"][0]["staged"][way]["calls"]);
+            let staged = staged.map(|calls| calls.as_u64().unwrap_or_default());
+            ensure!(
+                !staged.contains(&0),
+                "nothing was staged: {status}; attach: {attached}"
+            );
+            copies = staged.iter().sum();
+        }
+        inside(&pid, &["/cmt/cmt", "detach", &pid])?;
+    }
     let account = victim.stop();
     ensure!(account["mismatches"] == 0, "wrong bytes: {account}");
     println!(
-        "attached, {} copies staged, detached; the program's account: {account}",
-        [0, 1]
-            .iter()
-            .filter_map(|&way| staged[way]["calls"].as_u64())
-            .sum::<u64>()
+        "attached and detached {CYCLES} times, {copies} copies staged in the first: {account}"
     );
     Ok(())
 }
