@@ -38,7 +38,7 @@ fn a_class_that_got_slower_is_handed_back() {
     let mut command = Victim::command("victim-drv");
     command
         .args(["--bytes", "1M", "--exact"])
-        .env("STANDIN_CALL_NS", "40000");
+        .env("STANDIN_CALL_NS", "80000");
     let victim = Victim::spawn(command);
     let pid = victim.pid.to_string();
     let path = profile.path().to_str().expect("a path");
