@@ -3,6 +3,7 @@
 #include "contract.h"
 
 #include <stdio.h>
+#include <unistd.h>
 
 enum { BYTES = 8 * MIB };
 
@@ -60,6 +61,29 @@ static void created_and_destroyed(void)
     report("", "ret=%d,%d bytes_ok=%d same=%d", results[0], results[1], right, current() == main_context);
 }
 
+/* More contexts at once than a copier may have room for; it takes from one what another needs, and is not seen. */
+static void many(void)
+{
+    enum { MANY = 12 };
+    CUcontext contexts[MANY];
+    CUresult results[2];
+    bool right = true, same = true;
+    for (int i = 0; i < MANY; i++)
+        contexts[i] = new_context(main_device);
+    for (int round = 0; round < 2; round++)
+        for (int i = 0; i < MANY; i++) {
+            must(cuCtxPushCurrent_v2(contexts[i]), "cuCtxPushCurrent");
+            right = right && both_ways(40 + (unsigned)i, results) && !results[0] && !results[1];
+            same = same && current() == contexts[i];
+            must(cuCtxPopCurrent_v2(NULL), "cuCtxPopCurrent");
+            same = same && current() == main_context;
+            usleep(round * 20000); /* a copier may take its time to take something away */
+        }
+    for (int i = 0; i < MANY; i++)
+        must(cuCtxDestroy_v2(contexts[i]), "cuCtxDestroy");
+    report("", "bytes_ok=%d same=%d after=%d", right, same, current() == main_context);
+}
+
 static void per_thread(void *argument)
 {
     CUresult *results = argument;
@@ -89,5 +113,5 @@ static void other_device(void)
 }
 
 const struct contract_case context_cases[] = {
-    {"context_stack", stack_unchanged}, {"context_destroyed", created_and_destroyed},
+    {"context_stack", stack_unchanged}, {"context_destroyed", created_and_destroyed}, {"context_many", many},
     {"context_other_thread", other_thread}, {"context_other_device", other_device}, {0}};
