@@ -22,7 +22,7 @@ use std::fs::{self, File};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus};
 
-use cmt_tests::{Rung, Trace, Victim, built, cmt, require};
+use cmt_tests::{Rung, Victim, built, cmt, require};
 use serde_json::Value;
 
 /// What a run of `contract` left.
@@ -145,7 +145,9 @@ fn managed_memory_is_counted_as_managed() {
     };
     let victim = Victim::start("contract", ["--only", "driver_memory", "--loop"]);
     let pid = victim.pid.to_string();
-    let trace = Trace::start([pid.as_str(), "--for", "4s"]).finish().0;
+    let done = cmt(["trace", &pid, "--for", "4s", "--json"]);
+    assert_eq!(done.code, Some(0), "{done:#?}");
+    let trace = done.json();
     let copies = trace["processes"][0]["copies"].as_array().expect("copies");
     for memory in ["pinned", "managed", "pageable"] {
         for direction in ["HtoD", "DtoH"] {
