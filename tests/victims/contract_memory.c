@@ -380,6 +380,11 @@ static void peers(const char *name, CUcontext other)
     report(variant, "ret=%d,%d bytes_ok=%d", out, back, device_is_pattern(here, BYTES, 181));
     device_fill_pattern(here, BYTES, 182);
     out = cuMemcpy(there, here, BYTES);
+    /* Between two contexts it returns before it is done (driver 580), in whichever of them. */
+    must(cuCtxSynchronize(), "cuCtxSynchronize");
+    must(cuCtxPushCurrent_v2(other), "cuCtxPushCurrent");
+    must(cuCtxSynchronize(), "cuCtxSynchronize");
+    must(cuCtxPopCurrent_v2(NULL), "cuCtxPopCurrent");
     device_fill_byte(here, BYTES, 0);
     back = cuMemcpyAsync(here, there, BYTES, stream);
     must(cuStreamSynchronize(stream), "cuStreamSynchronize");
