@@ -447,6 +447,8 @@ pub enum DriverFn {
     StreamGetId,
     /// `CUresult cuStreamGetId_ptsz(CUstream, unsigned long long *)`, from CUDA 12.0
     StreamGetIdPtsz,
+    /// `CUresult cuCtxGetFlags(unsigned *)`
+    CtxGetFlags,
 }
 
 /// Symbol names of [`DriverFn`], by discriminant.
@@ -478,6 +480,7 @@ pub const DRIVER_FNS: &[&str] = &[
     "cuEventQuery",
     "cuStreamGetId",
     "cuStreamGetId_ptsz",
+    "cuCtxGetFlags",
 ];
 
-const _: () = assert!(DRIVER_FNS.len() == DriverFn::StreamGetIdPtsz as usize + 1);
+const _: () = assert!(DRIVER_FNS.len() == DriverFn::CtxGetFlags as usize + 1);

@@ -17,6 +17,8 @@ pub(crate) struct Sides {
     pub device: u64,
     /// True for DtoH.
     pub to_host: bool,
+    /// A synchronous HtoD is complete when it returns: the application has asked for that, or may have.
+    pub syncs_memops: bool,
 }
 
 /// The sides of a copy of `bytes` bytes, whose direction is that of its function or decided by its addresses.
@@ -26,6 +28,7 @@ pub(crate) fn sides(
     dst: u64,
     src: u64,
     bytes: u64,
+    is_async: bool,
 ) -> Result<Sides, PassReason> {
     let to_host = match direction {
         Direction::HtoD => false,
@@ -34,11 +37,13 @@ pub(crate) fn sides(
     };
     let (host, device) = if to_host { (dst, src) } else { (src, dst) };
     check_pageable(driver, host, bytes)?;
-    check_device(driver, device, bytes)?;
+    let is_synchronous = !is_async && !to_host;
+    let syncs_memops = check_device(driver, device, bytes, is_synchronous)?;
     Ok(Sides {
         host,
         device,
         to_host,
+        syncs_memops,
     })
 }
 
@@ -60,16 +65,27 @@ fn check_pageable(driver: &Driver, host: u64, bytes: u64) -> Result<(), PassReas
     Ok(())
 }
 
-/// The device range must lie within one allocation of the current device that is not managed.
-fn check_device(driver: &Driver, device: u64, bytes: u64) -> Result<(), PassReason> {
+/// The device range must lie within one allocation of the current device that is not managed. Returns whether a synchronous
+/// copy to it has to be complete when it returns.
+///
+/// CU_POINTER_ATTRIBUTE_SYNC_MEMOPS says so of one allocation (GPUDirect RDMA needs it), CU_CTX_SYNC_MEMOPS of the memory of
+/// a context, whichever context is current (driver 580).
+fn check_device(
+    driver: &Driver,
+    device: u64,
+    bytes: u64,
+    is_synchronous: bool,
+) -> Result<bool, PassReason> {
     let PointerFacts {
         memory_type,
         managed,
         device: ordinal,
         range_start,
         range_bytes,
+        sync_memops,
+        context,
     } = driver
-        .pointer_facts(device)
+        .pointer_facts(device, is_synchronous)
         .map_err(|_| PassReason::NotHostToDevice)?;
     if memory_type != MEMORY_DEVICE || managed || driver.current_device() != Some(ordinal) {
         return Err(PassReason::NotHostToDevice);
@@ -77,7 +93,12 @@ fn check_device(driver: &Driver, device: u64, bytes: u64) -> Result<(), PassReas
     let end = device.checked_add(bytes);
     let range_end = range_start.checked_add(range_bytes);
     match (end, range_end) {
-        (Some(end), Some(range_end)) if device >= range_start && end <= range_end => Ok(()),
-        _ => Err(PassReason::OutOfRange),
+        (Some(end), Some(range_end)) if device >= range_start && end <= range_end => {}
+        _ => return Err(PassReason::OutOfRange),
     }
+    let of_another_context = || {
+        let current = driver.current_context().map(|current| current.handle);
+        context != 0 && current != Some(context)
+    };
+    Ok(is_synchronous && (sync_memops || of_another_context() || driver.context_syncs_memops()))
 }

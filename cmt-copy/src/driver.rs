@@ -67,6 +67,7 @@ pub struct Driver {
     ctx_set_current: unsafe extern "C" fn(usize) -> Code,
     ctx_get_id: unsafe extern "C" fn(usize, *mut u64) -> Code,
     ctx_get_device: unsafe extern "C" fn(*mut i32) -> Code,
+    ctx_get_flags: Option<unsafe extern "C" fn(*mut u32) -> Code>,
     device_get_attribute: Option<unsafe extern "C" fn(*mut i32, i32, i32) -> Code>,
     mem_host_register: unsafe extern "C" fn(*mut c_void, usize, u32) -> Code,
     mem_host_unregister: unsafe extern "C" fn(*mut c_void) -> Code,
@@ -94,6 +95,10 @@ pub(crate) struct PointerFacts {
     pub device: i32,
     pub range_start: u64,
     pub range_bytes: u64,
+    /// Whether synchronous copies to it are to be complete when they return, and the handle of its context, if it has one:
+    /// asked for only by [`Driver::pointer_facts`] for such copies.
+    pub sync_memops: bool,
+    pub context: usize,
 }
 
 /// The function at `address` as a pointer of type `F`, `None` for 0.
@@ -193,6 +198,7 @@ impl Driver {
             ctx_set_current: entry!(CtxSetCurrent),
             ctx_get_id: entry!(CtxGetId),
             ctx_get_device: entry!(CtxGetDevice),
+            ctx_get_flags: entry!(optional CtxGetFlags),
             device_get_attribute: entry!(optional DeviceGetAttribute),
             mem_host_register: entry!(MemHostRegister),
             mem_host_unregister: entry!(MemHostUnregister),
@@ -283,24 +289,42 @@ impl Driver {
         (result == code::SUCCESS).then_some(value)
     }
 
-    /// What the driver knows of `address`. `Err` carries its code.
-    pub(crate) fn pointer_facts(&self, address: u64) -> Result<PointerFacts, Code> {
-        // CU_POINTER_ATTRIBUTE_MEMORY_TYPE, IS_MANAGED, DEVICE_ORDINAL, RANGE_START_ADDR, RANGE_SIZE.
-        let mut attributes = [2, 8, 9, 11, 12];
+    /// Whether synchronous copies to memory of the calling thread's context are to be complete when they return
+    /// (CU_CTX_SYNC_MEMOPS); so too where the driver cannot say.
+    pub(crate) fn context_syncs_memops(&self) -> bool {
+        let mut flags = 0;
+        // SAFETY: as in `current_context`.
+        let result = self.ctx_get_flags.map(|get| unsafe { get(&mut flags) });
+        result != Some(code::SUCCESS) || flags & 0x80 != 0
+    }
+
+    /// What the driver knows of `address`; how synchronous copies to it end only with `is_synchronous`. `Err` carries the
+    /// driver's code.
+    pub(crate) fn pointer_facts(
+        &self,
+        address: u64,
+        is_synchronous: bool,
+    ) -> Result<PointerFacts, Code> {
+        // CU_POINTER_ATTRIBUTE_MEMORY_TYPE, IS_MANAGED, DEVICE_ORDINAL, RANGE_START_ADDR, RANGE_SIZE, SYNC_MEMOPS, CONTEXT.
+        let mut attributes = [2, 8, 9, 11, 12, 6, 1];
+        let count = attributes.len() - if is_synchronous { 0 } else { 2 };
         let (mut memory_type, mut managed, mut device) = (0u32, 0u32, -1i32);
         let (mut range_start, mut range_bytes) = (0u64, 0u64);
-        let mut data: [*mut c_void; 5] = [
+        let (mut sync_memops, mut context) = (0u32, 0usize);
+        let mut data: [*mut c_void; 7] = [
             (&raw mut memory_type).cast(),
             (&raw mut managed).cast(),
             (&raw mut device).cast(),
             (&raw mut range_start).cast(),
             (&raw mut range_bytes).cast(),
+            (&raw mut sync_memops).cast(),
+            (&raw mut context).cast(),
         ];
-        // SAFETY: each pointer leads to a local of the type that `cuda.h` gives its attribute; IS_MANAGED writes a bool or
-        // an int, and a zeroed u32 holds either.
+        // SAFETY: each pointer leads to a local of the type that `cuda.h` gives its attribute; IS_MANAGED and SYNC_MEMOPS
+        // write a bool or an int, and a zeroed u32 holds either.
         let result = unsafe {
             (self.pointer_get_attributes)(
-                attributes.len() as u32,
+                count as u32,
                 attributes.as_mut_ptr(),
                 data.as_mut_ptr(),
                 address,
@@ -315,6 +339,8 @@ impl Driver {
             device,
             range_start,
             range_bytes,
+            sync_memops: sync_memops != 0,
+            context,
         })
     }
 

@@ -133,10 +133,10 @@ impl State {
         self.head = end;
     }
 
-    /// Has the stream announce that everything enqueued so far is complete.
+    /// Has the stream announce that everything enqueued so far is complete. Returns the announcement's number.
     ///
     /// Where the driver can neither write a word nor record an event, waits for the stream.
-    pub(crate) fn announce(&mut self, driver: &Driver, stream: Stream<'_>) -> Result<(), Code> {
+    pub(crate) fn announce(&mut self, driver: &Driver, stream: Stream<'_>) -> Result<u32, Code> {
         let number = self.submitted;
         let none_in_flight = number == self.completed;
         if let Some(cell) = self.ends.get_mut(number as usize % ANNOUNCEMENTS) {
@@ -148,7 +148,7 @@ impl State {
             // SAFETY: the word is pinned and lives until nothing is in flight.
             let result = unsafe { stream.write_value(self.pinned.word_device(), self.submitted) };
             if result == Some(code::SUCCESS) {
-                return Ok(());
+                return Ok(number);
             }
             // Announcements by the word and by events are never in flight together.
             if none_in_flight {
@@ -158,12 +158,12 @@ impl State {
         let event = self.events.get(number as usize % EVENTS).copied();
         // SAFETY: an event of this lane; the announcement that used it before has been seen (`can_announce`).
         if event.and_then(|event| unsafe { stream.record(event) }) == Some(code::SUCCESS) {
-            return Ok(());
+            return Ok(number);
         }
         match stream.synchronize(driver) {
             code::SUCCESS => {
                 self.complete_all();
-                Ok(())
+                Ok(number)
             }
             error => {
                 // The event says what it said of an earlier slot. Nobody may use this lane until the stream is idle.
@@ -172,6 +172,15 @@ impl State {
                 Err(error)
             }
         }
+    }
+
+    /// Whether announcement `number`, made by the copy that holds the lane, has been seen.
+    pub(crate) fn has_seen(&self, number: u32) -> bool {
+        let (unseen, since) = (
+            self.submitted.wrapping_sub(self.completed),
+            self.submitted.wrapping_sub(number),
+        );
+        unseen < since
     }
 
     /// Notes that all announcements before `completed` were seen.

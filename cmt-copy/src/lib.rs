@@ -141,12 +141,19 @@ impl Engine {
             return Err(PassReason::Capturing);
         }
         let direction = direction(function);
-        let sides = classify::sides(&self.driver, direction, request.dst, request.src, bytes)?;
+        let is_async = function.stream.is_some();
+        let sides = classify::sides(
+            &self.driver,
+            direction,
+            request.dst,
+            request.src,
+            bytes,
+            is_async,
+        )?;
         let row = self
             .plan
             .row(sides.to_host, bytes)
             .ok_or(PassReason::BelowCutOver)?;
-        let is_async = function.stream.is_some();
         let must_not_wait = is_async && !sides.to_host && bytes < staging::STOCK_WAITS_FROM_BYTES;
         let wanted = Wanted {
             context,
@@ -173,6 +180,11 @@ impl Engine {
             bytes,
             row,
             is_async,
+            tail: if is_async || sides.syncs_memops {
+                0
+            } else {
+                staging::TAIL_BYTES
+            },
         };
         Ok((copy, sides.to_host))
     }

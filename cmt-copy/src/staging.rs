@@ -30,8 +30,8 @@ const STOCK_BYTES_A_NANOSECOND: u64 = 16;
 pub(crate) const STOCK_WAITS_FROM_BYTES: u64 = 64 << 20;
 /// What may still be on its way when a synchronous HtoD returns. Stock returns as soon as the last piece is staged, with
 /// the stream still busy and its last bytes not yet to be seen from other streams, at every size (driver 580; CUDA's
-/// "API synchronization behavior" says so too).
-const TAIL_BYTES: u64 = 1 << 20;
+/// "API synchronization behavior" says so too). What the stream was given before the copy is always done by then.
+pub(crate) const TAIL_BYTES: u64 = 1 << 20;
 /// The link is taken to be this fast (PCIe 5 x16); where it is slower, slots are a little shorter than they could be.
 const LINK_BYTES_A_NANOSECOND: u64 = 50;
 /// A DMA is enqueued so long before the link is thought to run dry.
@@ -54,6 +54,8 @@ pub(crate) struct Copy<'a> {
     /// Fits into the ring of `held`.
     pub row: Row,
     pub is_async: bool,
+    /// Bytes that may still be on their way when a synchronous HtoD returns.
+    pub tail: u64,
 }
 
 /// How a staged HtoD left its loop.
@@ -72,11 +74,15 @@ impl Copy<'_> {
     /// that it may write on this stream.
     pub(crate) unsafe fn htod(mut self) -> Outcome {
         let board = self.held.board();
+        let before = match self.announce_what_came_before() {
+            Ok(before) => before,
+            Err(error) => return Outcome::Staged(error),
+        };
         // SAFETY: the caller's promise; `open` gets the lane that this copy holds.
         let result = unsafe { self.send(board) };
         match result {
             Ok(Sent::All) if self.is_async => Outcome::Staged(code::SUCCESS),
-            Ok(Sent::All) => match self.wait_for_all_but(TAIL_BYTES) {
+            Ok(Sent::All) => match self.wait_for_all_but(self.tail, before) {
                 Ok(()) => Outcome::Staged(code::SUCCESS),
                 Err(error) => Outcome::Staged(error),
             },
@@ -115,7 +121,7 @@ impl Copy<'_> {
         let stalled_after =
             STALLED_AFTER + Duration::from_nanos(self.bytes / STOCK_BYTES_A_NANOSECOND);
         let mut window = self.row.ring;
-        let tail = if self.is_async { 0 } else { TAIL_BYTES };
+        let tail = self.tail;
         let sending = Sending::new(self.bytes, slice, self.row.slot, tail);
         let mut link_busy_until = None;
         let (mut offered, mut done, mut sent) = (0, 0, 0);
@@ -356,12 +362,33 @@ impl Copy<'_> {
         Ok(())
     }
 
-    /// Waits until at most `tail` bytes are in flight.
-    fn wait_for_all_but(&mut self, tail: u64) -> Result<(), Code> {
+    /// A synchronous HtoD that fits into its tail would return with the work before it still to be done, which stock waits
+    /// for: has the stream announce that work, unless it is idle. Returns the announcement's number.
+    fn announce_what_came_before(&mut self) -> Result<Option<u32>, Code> {
+        if self.bytes > self.tail {
+            return Ok(None);
+        }
+        match self.stream.query(self.driver) {
+            code::SUCCESS => return Ok(None),
+            code::NOT_READY => {}
+            error => return Err(error),
+        }
+        let mut patience = Patience::default();
+        while !self.held.can_announce() {
+            self.held.reap(self.driver);
+            let waited = patience.pause();
+            self.ask(&mut patience, waited)?;
+        }
+        self.held.announce(self.driver, self.stream).map(Some)
+    }
+
+    /// Waits until at most `tail` bytes are in flight and announcement `before` has been seen.
+    fn wait_for_all_but(&mut self, tail: u64, before: Option<u32>) -> Result<(), Code> {
         let mut patience = Patience::default();
         loop {
             self.held.reap(self.driver);
-            if self.held.head - self.held.arrived <= tail {
+            let seen = before.is_none_or(|number| self.held.has_seen(number));
+            if seen && self.held.head - self.held.arrived <= tail {
                 return Ok(());
             }
             let waited = patience.pause();

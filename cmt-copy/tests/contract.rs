@@ -4,7 +4,7 @@
 mod mock;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use cmt_copy::plan::estimate;
@@ -544,5 +544,76 @@ fn nobody_waits_for_copies_that_wait_for_a_busy_stream() {
         );
         gates.iter().for_each(|gate| gate.open());
     });
+    engine.shutdown();
+}
+
+#[test]
+fn a_synchronous_upload_of_any_size_waits_for_the_work_before_it() {
+    let context = Context::new();
+    let engine = mock::engine(estimate(2), 2);
+    let legacy = &context.legacy;
+    for (round, bytes) in [64 << 10, 300_001, 1 << 20, (1 << 20) + 1, 5 << 20]
+        .into_iter()
+        .cycle()
+        .take(15)
+        .enumerate()
+    {
+        // With completion words, with events, with neither.
+        let code = if round < 5 { 0 } else { 801 };
+        context.write_value_code.store(code, Ordering::Relaxed);
+        context
+            .event_code
+            .store(if round < 10 { 0 } else { 2 }, Ordering::Relaxed);
+        let mut target = device(&context, bytes);
+        let mut source = Memory::host(bytes, 1, 4);
+        let (to, from) = (target.address(), source.address());
+        let gate = legacy.block();
+        let is_open = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(20));
+                is_open.store(true, Ordering::SeqCst);
+                gate.open();
+            });
+            let outcome = within_30_s(|| mock::call(&engine, mock::HTOD, to, from, bytes, 0));
+            assert_eq!(outcome, STAGED);
+            assert!(is_open.load(Ordering::SeqCst), "{bytes} bytes");
+        });
+        legacy.finish();
+        assert_eq!(target.wrong(4), None, "{bytes}");
+    }
+    engine.shutdown();
+}
+
+#[test]
+fn a_synchronous_upload_is_complete_where_the_application_asked_for_that() {
+    let (context, other) = (Context::new(), Context::new());
+    context.make_current();
+    let engine = mock::engine(estimate(2), 2);
+    let mut in_flight = 0;
+    for round in 0..24u64 {
+        let bytes = [64 << 10, 1 << 20, 3_000_001][round as usize % 3];
+        let mut target = device(if round % 4 == 3 { &other } else { &context }, bytes);
+        let mut source = Memory::host(bytes, 1, round);
+        let (to, from) = (target.address(), source.address());
+        if round % 4 == 1 {
+            mock::books().sync_memops.insert(to);
+        }
+        // CU_CTX_SYNC_MEMOPS; the flag beside it says nothing.
+        let flags = if round % 4 == 2 { 0x88 } else { 0x8 };
+        context.flags.store(flags, Ordering::Relaxed);
+        context.legacy.dawdle_us.store(20_000, Ordering::Relaxed);
+        let outcome = within_30_s(|| mock::call(&engine, mock::HTOD, to, from, bytes, 0));
+        assert_eq!(outcome, STAGED);
+        if round % 4 != 0 {
+            assert_eq!(target.wrong(round), None, "{round}");
+        } else {
+            in_flight += u32::from(!context.legacy.is_idle());
+        }
+        context.legacy.finish();
+        mock::books().sync_memops.remove(&to);
+        assert_eq!(target.wrong(round), None);
+    }
+    assert!(in_flight > 0, "else this shows nothing");
     engine.shutdown();
 }

@@ -28,7 +28,7 @@ pub fn table() -> ([u64; HOOKED], [u64; DRIVER_COUNT]) {
     originals[DTOH_ASYNC] = dtoh_async as *const () as u64;
     originals[DTOH_ASYNC_PTSZ] = dtoh_async_ptsz as *const () as u64;
     let mut driver = [0; DRIVER_COUNT];
-    let entries: [(DriverFn, *const ()); 25] = [
+    let entries: [(DriverFn, *const ()); 26] = [
         (DriverFn::CtxGetCurrent, ctx_get_current as *const ()),
         (DriverFn::CtxSetCurrent, ctx_set_current as *const ()),
         (DriverFn::CtxGetId, ctx_get_id as *const ()),
@@ -69,6 +69,7 @@ pub fn table() -> ([u64; HOOKED], [u64; DRIVER_COUNT]) {
         (DriverFn::EventQuery, event_query as *const ()),
         (DriverFn::StreamGetId, stream_id as *const ()),
         (DriverFn::StreamGetIdPtsz, stream_id_ptsz as *const ()),
+        (DriverFn::CtxGetFlags, ctx_get_flags as *const ()),
     ];
     for (function, address) in entries {
         driver[function as usize] = address as u64;
@@ -193,6 +194,11 @@ extern "C" fn ctx_get_id(handle: usize, out: *mut u64) -> i32 {
         _ => 709,
     }
 }
+extern "C" fn ctx_get_flags(out: *mut u32) -> i32 {
+    current().map_or(201, |context| {
+        put(out, context.flags.load(Ordering::Relaxed))
+    })
+}
 extern "C" fn ctx_get_device(out: *mut i32) -> i32 {
     put(out, 0)
 }
@@ -285,6 +291,12 @@ extern "C" fn attributes(
                     .cast::<i32>()
                     .write(if range.is_some() { 0 } else { -2 }),
                 11 => out.cast::<u64>().write(start),
+                1 => out
+                    .cast::<usize>()
+                    .write(range.map_or(0, |range| range.context)),
+                6 => out
+                    .cast::<bool>()
+                    .write(books().sync_memops.contains(&start)),
                 12 => out
                     .cast::<usize>()
                     .write(range.map_or(0, |range| range.bytes)),

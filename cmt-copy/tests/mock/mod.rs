@@ -6,7 +6,7 @@ mod entry;
 mod stream;
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 
@@ -60,6 +60,8 @@ pub struct Books {
     pub contexts: BTreeMap<usize, Arc<Context>>,
     pub streams: BTreeMap<usize, Arc<Stream>>,
     pub events: BTreeMap<usize, Arc<AtomicBool>>,
+    /// Starts of allocations with CU_POINTER_ATTRIBUTE_SYNC_MEMOPS.
+    pub sync_memops: BTreeSet<u64>,
 }
 
 static BOOKS: LazyLock<Mutex<Books>> = LazyLock::new(Mutex::default);
@@ -106,6 +108,8 @@ pub struct Context {
     /// Writes of values succeed and never arrive.
     pub drop_writes: AtomicBool,
     pub host_page_tables: AtomicI32,
+    /// What `cuCtxGetFlags` says.
+    pub flags: AtomicU32,
     /// Some blocking stream captures: the legacy stream answers 906.
     pub legacy_captures: AtomicBool,
     pub dma_calls: AtomicU32,
@@ -141,6 +145,7 @@ impl Context {
             keeps_pins: AtomicBool::new(false),
             drop_writes: AtomicBool::new(false),
             host_page_tables: zero(),
+            flags: AtomicU32::new(0),
             legacy_captures: AtomicBool::new(false),
             dma_calls: AtomicU32::new(0),
             register_calls: AtomicU32::new(0),
