@@ -24,6 +24,8 @@ const WORTH_BYTES: u64 = 8 << 20;
 pub(crate) struct HugePages {
     start: u64,
     bytes: usize,
+    /// Every page that holds a byte of the destination: first byte and length.
+    pages: (u64, usize),
 }
 
 impl HugePages {
@@ -58,11 +60,14 @@ impl HugePages {
         if resident(last, HUGE_BYTES) == Some(HUGE_BYTES / PAGE_BYTES) {
             return None;
         }
+        let first_page = host / PAGE_BYTES * PAGE_BYTES;
+        let pages_bytes = (host + bytes).next_multiple_of(PAGE_BYTES) - first_page;
         let asked = Self {
             start,
             bytes: (last - start) as usize,
+            pages: (first_page, pages_bytes as usize),
         };
-        asked.advise(libc::MADV_HUGEPAGE).then_some(asked)
+        advise(asked.start, asked.bytes, libc::MADV_HUGEPAGE).then_some(asked)
     }
 
     /// Brings them in, a slice each.
@@ -75,16 +80,21 @@ impl HugePages {
             ..Task::NONE
         }
     }
+}
 
-    fn advise(&self, advice: i32) -> bool {
-        // SAFETY: the range is part of the application's destination; the advice changes no byte of it.
-        unsafe { libc::madvise(self.start as *mut libc::c_void, self.bytes, advice) == 0 }
-    }
+/// Advises the kernel on whole pages.
+fn advise(start: u64, bytes: usize, advice: i32) -> bool {
+    // SAFETY: the pages hold bytes of the application's destination; the advice changes none of them.
+    unsafe { libc::madvise(start as *mut libc::c_void, bytes, advice) == 0 }
 }
 
 impl Drop for HugePages {
     fn drop(&mut self) {
-        self.advise(libc::MADV_NOHUGEPAGE);
+        // All pages, not only those that were asked for: a setting splits a mapping, and pieces can neither be grown by
+        // `mremap` nor counted against the kernel's limit as one. So a destination that fills its mapping leaves it whole,
+        // and destinations side by side leave one piece.
+        let (start, bytes) = self.pages;
+        advise(start, bytes, libc::MADV_NOHUGEPAGE);
     }
 }
 
@@ -163,6 +173,24 @@ mod tests {
         assert!(flags.contains("nh") && !flags.contains("hg"), "{flags}");
         // SAFETY: as above.
         unsafe { libc::munmap(memory.cast(), BYTES) };
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "needs the kernel")]
+    fn a_destination_that_fills_its_mapping_leaves_it_whole() {
+        let (memory, bytes) = (fresh(), BYTES as u64);
+        // As malloc places it: behind a header, and not to the last byte. Two copies, neither of whole pages.
+        let (first, border) = (memory as u64 + 64, memory as u64 + bytes / 2 + 100);
+        let end = memory as u64 + bytes - 1000;
+        // SAFETY: a fresh mapping of ours, that is moved and unmapped as a whole.
+        unsafe {
+            for (from, to) in [(first, border), (border, end)] {
+                drop(HugePages::ask(from, to - from).expect("fresh"));
+            }
+            let grown = libc::mremap(memory.cast(), BYTES, 2 * BYTES, libc::MREMAP_MAYMOVE);
+            assert_ne!(grown, libc::MAP_FAILED);
+            libc::munmap(grown, 2 * BYTES);
+        }
     }
 
     #[test]

@@ -120,6 +120,7 @@ fn a_slice_that_is_held_up_is_neither_overwritten_nor_left_behind() {
         let (to, from) = (target.address(), source.start as u64);
         let outcome = mock::call(&engine, mock::HTOD, to, from, bytes, 0);
         assert_eq!(outcome, Outcome::Staged(0));
+        context.legacy.finish();
         assert_eq!(target.wrong(seed), None);
     }
 
