@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use cmt_tests::{Rung, Victim, built, cycles, require};
+use cmt_tests::{Rung, Victim, attach, built, cycles, require};
 
 /// A folder that holds a copying program, what it needs to run, and nothing else.
 struct Root {
@@ -149,4 +149,46 @@ fn all_namespaces_a_read_only_root_and_no_proc() {
 #[test]
 fn all_namespaces_and_a_read_only_root() {
     works("user,pid,net,uts,ipc,cgroup,proc,ro");
+}
+
+#[test]
+fn no_proc_inside_and_no_more_descriptors_allowed() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let root = Root::new();
+    let mut victim = root.start("none");
+    victim.next_line().expect("all its descriptors are open");
+    let standard_files = |victim: &Victim| {
+        [0, 1, 2].map(|fd| fs::read_link(format!("/proc/{}/fd/{fd}", victim.pid)).ok())
+    };
+    let limit = |victim: &Victim, most: usize| {
+        let mut prlimit = Command::new("prlimit");
+        prlimit.arg(format!("--nofile={most}:"));
+        let pid = victim.pid.to_string();
+        let status = prlimit.args(["--pid", &pid]).status();
+        assert!(status.expect("prlimit runs").success());
+    };
+    let before = standard_files(&victim);
+    let folder = format!("/proc/{}/fd", victim.pid);
+    let open = || fs::read_dir(&folder).expect("its descriptors").count();
+    // Too few for: the control block, the payload, one socket, two, the folder, the memory map.
+    let mut refused = 0;
+    for more in 0..6 {
+        limit(&victim, open() + more);
+        let attached = attach(&victim);
+        assert!(victim.is_alive(), "{more}: {attached:#?}");
+        assert_eq!(standard_files(&victim), before, "{more} descriptors left");
+        if attached.code == Some(0) {
+            break;
+        }
+        refused += 1;
+        let clear = ["descriptor", "open files"];
+        assert!(
+            clear.iter().any(|word| attached.stderr.contains(word)),
+            "{more}: {attached:#?}"
+        );
+    }
+    assert!(refused > 3, "{refused}");
+    assert_eq!(victim.stop()["mismatches"], 0);
 }

@@ -523,7 +523,15 @@ fn wait_running(target: &Target, control: &ControlMap) -> Result<(), InjectError
                 let message = [control.boot_message(), control.message()]
                     .into_iter()
                     .find(|text| !text.is_empty())
-                    .unwrap_or_else(|| "it could not start its thread (thread limit?)".to_owned());
+                    .unwrap_or_else(|| {
+                        let boot = &control.boot;
+                        let handed = boot.message_header.parts[1].load(Ordering::Relaxed) != 0;
+                        if handed && boot.maps_fd.load(Ordering::Relaxed) == 0 {
+                            "it could not receive its own descriptors (limit?)".to_owned()
+                        } else {
+                            "it could not start its thread (thread limit?)".to_owned()
+                        }
+                    });
                 return Err(InjectError::NotLoaded { message });
             }
             _ if target.has_ended() => {

@@ -208,13 +208,16 @@ std::arch::global_asm!(
     "mov dword ptr [rbx + {control_fd}], r12d",
     "cmp qword ptr [rip + 1b + {without_proc}], 0",
     "je 14f",
-    "mov dword ptr [rbx + {sockets}], -1",
     "mov edi, 1",       // AF_UNIX
     "mov esi, 0x80001", // SOCK_STREAM | SOCK_CLOEXEC
     "xor edx, edx",
     "lea r10, [rbx + {sockets}]",
     "mov eax, 53", // socketpair
     "syscall",
+    "test eax, eax",
+    "jz 14f",
+    // The kernel may have left numbers behind that are nobody's by now; 0 would be the application's own input.
+    "mov qword ptr [rbx + {sockets}], -1",
     "14:",
     "mov eax, 186", // gettid
     "syscall",
@@ -240,7 +243,7 @@ std::arch::global_asm!(
     "cmp eax, {LOAD}",
     "jne 13f",
     // Without /proc the host sends the directory that the payload is loaded from. This thread alone moves there; where it
-    // cannot, dlopen finds nothing and says so.
+    // cannot, nothing is loaded: what has that name in the application's own directory is not ours.
     "cmp qword ptr [rip + 1b + {without_proc}], 0",
     "je 16f",
     "mov edi, dword ptr [rbx + {sockets}]",
@@ -248,11 +251,15 @@ std::arch::global_asm!(
     "mov edx, 0x40000040", // MSG_CMSG_CLOEXEC | MSG_DONTWAIT
     "mov eax, 47",         // recvmsg
     "syscall",
+    "xor r14d, r14d",
     "cmp rax, 1",
     "jne 15f",
     "mov eax, dword ptr [rbx + {maps_fd_received}]",
     "inc eax",
     "mov dword ptr [rbx + {maps_fd}], eax",
+    "mov edi, dword ptr [rbx + {folder_received}]",
+    "test eax, eax",
+    "jz 17f", // No room for both.
     "mov edi, 0x200", // CLONE_FS
     "mov eax, 272",   // unshare
     "syscall",
@@ -261,6 +268,8 @@ std::arch::global_asm!(
     "jnz 17f",
     "mov eax, 81", // fchdir
     "syscall",
+    "test eax, eax",
+    "setz r14b",
     "17:",
     "mov eax, 3",
     "syscall",
@@ -271,6 +280,8 @@ std::arch::global_asm!(
     "mov edi, dword ptr [rbx + {sockets} + 4]",
     "mov eax, 3",
     "syscall",
+    "test r14d, r14d",
+    "jz 8f",
     "16:",
     "lea rdi, [rbx + {path}]",
     "mov esi, 2",
