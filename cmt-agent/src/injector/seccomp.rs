@@ -26,6 +26,8 @@ pub struct Instruction {
 const ALLOW: u32 = 0x7fff_0000;
 /// Lets it through and logs it.
 const LOG: u32 = 0x7ffc_0000;
+/// Makes it fail.
+const ERRNO: u32 = 0x0005_0000;
 const ACTION_MASK: u32 = 0xffff_0000;
 const AUDIT_ARCH_X86_64: u32 = 0xc000_003e;
 /// `CLONE_VM|FS|FILES|SIGHAND|THREAD|SYSVSEM|SETTLS|PARENT_SETTID|CHILD_CLEARTID`, as `pthread_create` passes them.
@@ -82,6 +84,17 @@ const NEEDED_WITHOUT_PROC: &[(&str, i64, [u64; 6])] = &[
     ("fchdir", libc::SYS_fchdir, [3, 0, 0, 0, 0, 0]),
 ];
 
+/// What the payload calls and does without where it fails: but it must not end the target.
+const DONE_WITHOUT: &[(&str, i64)] = &[
+    ("mincore", libc::SYS_mincore),
+    ("nanosleep", libc::SYS_nanosleep),
+    ("sched_yield", libc::SYS_sched_yield),
+    ("sched_getscheduler", libc::SYS_sched_getscheduler),
+    ("sched_setscheduler", libc::SYS_sched_setscheduler),
+    ("getpriority", libc::SYS_getpriority),
+    ("setpriority", libc::SYS_setpriority),
+];
+
 /// The first system call that a filter of this thread forbids; `None` if all are allowed or it has no filter.
 ///
 /// Where the filters cannot be read (that takes CAP_SYS_ADMIN) the answer is `None` too: then the bootstrap finds out.
@@ -103,6 +116,21 @@ pub fn forbidden(thread: &Stopped, without_proc: bool) -> Option<&'static str> {
                 .any(|filter| !allows(filter, *number as u32, args))
         })
         .map(|&(name, ..)| name)
+        .or_else(|| {
+            let deadly = |number: i64| {
+                filters
+                    .iter()
+                    .any(|filter| !survives(filter, number as u32))
+            };
+            let found = DONE_WITHOUT.iter().find(|(_, number)| deadly(*number));
+            found.map(|&(name, _)| name)
+        })
+}
+
+/// Whether a call without arguments fails at worst.
+fn survives(filter: &[Instruction], number: u32) -> bool {
+    let action = evaluate(filter, &data(number, &[0; 6])).map(|action| action & ACTION_MASK);
+    matches!(action, Some(ALLOW | LOG | ERRNO))
 }
 
 /// Whether a filter lets a call through. A program that makes no sense does not.
@@ -234,6 +262,15 @@ mod tests {
         let filter = forbid(libc::SYS_memfd_create);
         assert!(!allows(&filter, libc::SYS_memfd_create as u32, &[0; 6]));
         assert!(allows(&filter, libc::SYS_mmap as u32, &[0; 6]));
+    }
+
+    #[test]
+    fn a_call_that_is_done_without_may_fail_and_must_not_kill() {
+        let mut filter = forbid(libc::SYS_mincore);
+        assert!(survives(&filter, libc::SYS_mincore as u32));
+        filter[2] = ret(0x8000_0000);
+        assert!(!survives(&filter, libc::SYS_mincore as u32));
+        assert!(survives(&filter, libc::SYS_nanosleep as u32));
     }
 
     #[test]
