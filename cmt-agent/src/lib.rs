@@ -1,5 +1,6 @@
 //! The host side of cmt: tracing, attaching, reporting.
 
+pub mod bench;
 pub mod commands;
 pub mod compare;
 pub mod cpus;

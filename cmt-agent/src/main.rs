@@ -3,7 +3,8 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use cmt_agent::commands::{attach, detach, doctor, status, trace};
+use cmt_agent::bench::copier;
+use cmt_agent::commands::{attach, bench, detach, doctor, status, trace};
 use cmt_agent::{keeper, pipe};
 
 /// Shows how much time live GPU processes lose in pageable copies, and takes it back without a restart.
@@ -20,9 +21,12 @@ enum Command {
     Attach(attach::Args),
     Detach(detach::Args),
     Status(status::Args),
+    Bench(bench::Args),
     Doctor(doctor::Args),
     #[command(hide = true)]
     Keeper(keeper::Args),
+    #[command(hide = true)]
+    BenchCopier(copier::Args),
 }
 
 fn run(command: Command) -> anyhow::Result<()> {
@@ -31,8 +35,10 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Attach(args) => attach::run(args),
         Command::Detach(args) => detach::run(args),
         Command::Status(args) => status::run(args),
+        Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Keeper(args) => keeper::run(args),
+        Command::BenchCopier(args) => copier::run(args),
     }
 }
 

@@ -33,6 +33,8 @@ pub use crate::driver::{Driver, DriverError};
 use crate::plan::{PlanCell, THREADS_MAX};
 use crate::pool::{Lanes, Wanted};
 use crate::staging::Copy;
+#[doc(hidden)]
+pub use crate::store::Store;
 
 /// How long [`Engine::shutdown`] waits for streams that still read from pinned memory.
 const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(2);

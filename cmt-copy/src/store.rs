@@ -10,7 +10,7 @@ use cmt_common::control::store;
 
 /// One way to move bytes, already checked against this CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Store {
+pub enum Store {
     /// `memcpy`.
     Ordinary,
     /// Non-temporal, 64 bytes a store.
@@ -52,11 +52,43 @@ impl Store {
         Self::Ordinary
     }
 
+    /// All that this CPU has, for measuring them.
+    pub fn all() -> Vec<Self> {
+        #[cfg_attr(not(target_arch = "x86_64"), expect(unused_mut))]
+        let mut all = vec![Self::Ordinary];
+        #[cfg(target_arch = "x86_64")]
+        {
+            all.extend([Self::RepMovsb, Self::Sse2]);
+            if std::is_x86_feature_detected!("avx2") {
+                all.push(Self::Avx2);
+            }
+            if std::is_x86_feature_detected!("avx512f") {
+                all.push(Self::Avx512);
+            }
+        }
+        all
+    }
+
+    /// A name for reports; `nt-` stands for non-temporal stores.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ordinary => "memcpy",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => "nt-avx512",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => "nt-avx2",
+            #[cfg(target_arch = "x86_64")]
+            Self::Sse2 => "nt-sse2",
+            #[cfg(target_arch = "x86_64")]
+            Self::RepMovsb => "rep movsb",
+        }
+    }
+
     /// Copies `bytes` bytes. Afterwards a release store publishes them, non-temporal ones included.
     ///
     /// # Safety
     /// `from` must be readable and `to` writable for `bytes` bytes, and the two ranges must not overlap.
-    pub(crate) unsafe fn copy(self, to: *mut u8, from: *const u8, bytes: usize) {
+    pub unsafe fn copy(self, to: *mut u8, from: *const u8, bytes: usize) {
         #[cfg(target_arch = "x86_64")]
         if self != Self::Ordinary && bytes >= NON_TEMPORAL_MIN_BYTES {
             // SAFETY: the caller's ranges; a vector variant exists only where `from_plan` found its instructions.
@@ -165,29 +197,13 @@ mod x86 {
 mod tests {
     use super::*;
 
-    fn every_store() -> Vec<Store> {
-        #[cfg_attr(not(target_arch = "x86_64"), expect(unused_mut))]
-        let mut all = vec![Store::Ordinary];
-        #[cfg(target_arch = "x86_64")]
-        {
-            all.extend([Store::Sse2, Store::RepMovsb]);
-            if std::is_x86_feature_detected!("avx2") {
-                all.push(Store::Avx2);
-            }
-            if std::is_x86_feature_detected!("avx512f") {
-                all.push(Store::Avx512);
-            }
-        }
-        all
-    }
-
     #[test]
     fn every_store_moves_every_byte_and_no_other_at_any_alignment() {
         const GUARD: u8 = 0xA5;
         let source: Vec<u8> = (0..9000u32)
             .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
             .collect();
-        for store in every_store() {
+        for store in Store::all() {
             for bytes in [
                 0, 1, 63, 64, 511, 1023, 1024, 1025, 2047, 4096, 4097, 8000, 8191,
             ] {

@@ -1,6 +1,7 @@
 //! One module a subcommand: its arguments and its `run`.
 
 pub mod attach;
+pub mod bench;
 pub mod detach;
 pub mod doctor;
 pub mod status;

@@ -1,0 +1,151 @@
+//! The bench's end of the pipe to the process that it measures, with an ear for Ctrl-C.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::process::CommandExt as _;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::thread;
+
+use anyhow::{Context as _, anyhow, bail};
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::wire::{Device, Reply, Request};
+
+/// What may come next.
+enum Event {
+    /// The process says something.
+    Line(String),
+    /// It has closed its output.
+    End,
+    /// Ctrl-C or SIGTERM.
+    Interrupted,
+}
+
+/// A process that copies on command; it ends when this is dropped.
+pub struct Session {
+    child: Child,
+    stdin: ChildStdin,
+    events: Receiver<Event>,
+    interrupted: bool,
+}
+
+impl Session {
+    /// Starts the process, and waits until it has a context. `None` if interrupted meanwhile.
+    ///
+    /// # Errors
+    /// When it finds no libcuda or no device, in its own words.
+    pub fn start() -> anyhow::Result<Option<(Self, Device)>> {
+        let (send, events) = channel();
+        listen_for_signals(send.clone())?;
+        let mut child = Command::new("/proc/self/exe")
+            .args(["bench-copier", &std::process::id().to_string()])
+            // Ctrl-C is for the bench, which ends the process.
+            .process_group(0)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("starting the process to measure")?;
+        let stdin = child.stdin.take().context("the process has no stdin")?;
+        let stdout = child.stdout.take().context("the process has no stdout")?;
+        thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if send.send(Event::Line(line)).is_err() {
+                    return;
+                }
+            }
+            let _ = send.send(Event::End);
+        });
+        let mut session = Self {
+            child,
+            stdin,
+            events,
+            interrupted: false,
+        };
+        Ok(match session.next()? {
+            None => None,
+            Some(Reply::Ready(device)) => Some((session, device)),
+            Some(other) => bail!("the process to measure began with {other:?}"),
+        })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends a request and waits for the answer; `None` once interrupted.
+    pub fn ask(&mut self, request: &Request) -> anyhow::Result<Option<Reply>> {
+        if self.is_interrupted() {
+            return Ok(None);
+        }
+        if let Some(status) = self.child.try_wait()? {
+            bail!("the process to measure ended with {status}");
+        }
+        writeln!(self.stdin, "{}", serde_json::to_string(request)?)
+            .context("telling the process what to measure")?;
+        self.next()
+    }
+
+    /// Whether Ctrl-C or SIGTERM has come.
+    pub fn is_interrupted(&mut self) -> bool {
+        match self.events.try_recv() {
+            Ok(Event::Interrupted) => self.interrupted = true,
+            // What else comes between two requests is the end, and `ask` finds the process gone.
+            Ok(_) | Err(TryRecvError::Empty | TryRecvError::Disconnected) => {}
+        }
+        self.interrupted
+    }
+
+    fn next(&mut self) -> anyhow::Result<Option<Reply>> {
+        match self.events.recv() {
+            Ok(Event::Line(line)) => match serde_json::from_str(&line)? {
+                Reply::Failed(why) => Err(anyhow!(why)),
+                reply => Ok(Some(reply)),
+            },
+            Ok(Event::Interrupted) => {
+                self.interrupted = true;
+                Ok(None)
+            }
+            Ok(Event::End) | Err(_) => bail!(
+                "the process to measure ended with {} in the middle of a measurement",
+                self.child.wait()?
+            ),
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Sends [`Event::Interrupted`] for each Ctrl-C and SIGTERM from now on.
+fn listen_for_signals(send: Sender<Event>) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("starting the runtime that waits for signals")?;
+    let (mut interrupt, mut terminate) = {
+        let _inside = runtime.enter();
+        (
+            signal(SignalKind::interrupt())?,
+            signal(SignalKind::terminate())?,
+        )
+    };
+    thread::spawn(move || {
+        runtime.block_on(async {
+            loop {
+                tokio::select! {
+                    _ = interrupt.recv() => {}
+                    _ = terminate.recv() => {}
+                }
+                if send.send(Event::Interrupted).is_err() {
+                    return;
+                }
+            }
+        });
+    });
+    Ok(())
+}
