@@ -49,7 +49,8 @@ pub fn page(target: &Target, attached: &Attached, comparison: &Comparison) -> St
     )
 }
 
-fn escape(text: &str) -> String {
+/// Text as it may stand between tags.
+pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
         .replace('>', "&gt;")

@@ -3,6 +3,7 @@
 //! A process of its own copies, an ordinary CUDA program; it is attached to and detached from as any other would be. So
 //! what is measured is what applications get. Stock is measured before and after, so that drift of the machine shows.
 
+mod chart;
 pub mod copier;
 mod cpu;
 mod device;

@@ -198,7 +198,7 @@ pub(super) fn cpu_seconds(value: f64) -> String {
 /// A duration without a space in it.
 pub(super) fn time(ns: u64) -> String {
     let (value, unit) = match ns {
-        0..1_000_000 => (ns as f64 / 1e3, "us"),
+        0..1_000_000 => (ns as f64 / 1e3, "µs"),
         1_000_000..1_000_000_000 => (ns as f64 / 1e6, "ms"),
         _ => (ns as f64 / 1e9, "s"),
     };
