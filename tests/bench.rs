@@ -119,6 +119,7 @@ fn every_cell_is_measured_and_its_figures_agree() {
     assert_eq!(report["interrupted"], false);
     assert_eq!(report["largest_bytes"], 1 << 20);
     assert_eq!(report["attach"]["patched"], 12);
+    assert!(number(&report["idle_synchronize_ns"]) > 0.0);
     let cells = report["cells"].as_array().expect("cells");
     let mut wanted = Vec::new();
     for direction in ["HtoD", "DtoH"] {
@@ -151,6 +152,18 @@ fn every_cell_is_measured_and_its_figures_agree() {
         }
     }
 
+    // The same report again, from a file.
+    let file = folder.path().join("bench.json");
+    fs::write(&file, report.to_string()).expect("write the report");
+    let mut again = bench(&["--json", "--from"]);
+    again.arg(&file);
+    let again = finish(spawn(again)).json();
+    for (again, cell) in again["cells"].as_array().into_iter().flatten().zip(cells) {
+        assert_eq!(again["tuned"]["idle_ns"], cell["tuned"]["idle_ns"]);
+    }
+    assert_eq!(again["cells"].as_array().map(Vec::len), Some(cells.len()));
+    assert_eq!(again["machine"]["cpu"], report["machine"]["cpu"]);
+
     let page = fs::read_to_string(page).expect("the page");
     assert!(page.contains("On the stand-in"));
     // Four pairs of graphs, and two for the CPU.
@@ -163,7 +176,7 @@ fn every_cell_is_measured_and_its_figures_agree() {
 fn check(cell: &Value) {
     let bytes = number(&cell["bytes"]);
     let idle = |copier: &str| number(&cell[copier]["idle_ns"]["p50"]);
-    for copier in ["stock", "tuned", "pinned"] {
+    for copier in ["stock", "tuned", "pinned", "pinned_attached"] {
         let stat = &cell[copier];
         assert!(number(&stat["samples"]) >= 3.0, "{cell}");
         assert!(number(&stat["cpu_s_per_gib"]) > 0.0, "{cell}");
@@ -285,11 +298,15 @@ fn what_cannot_work_is_refused_before_anything_is_measured() {
         &["--largest", "1KiB"],
         &["--largest", "many"],
         &["--quick", "7"],
+        &["--quick", "--from", "bench.json"],
     ] {
         let finished = finish(spawn(bench(args)));
         assert_eq!(finished.code, Some(2), "{args:?} {finished:#?}");
         assert_eq!(finished.stdout, "");
     }
+    let finished = finish(spawn(bench(&["--from", "/proc/self/status"])));
+    let sentence = finished.refusal();
+    assert!(sentence.contains("is no cmt/bench/1 object"), "{sentence}");
     let finished = finish(spawn(bench(&["--html", "/nonexistent/page.html"])));
     let sentence = finished.refusal();
     assert!(sentence.contains("cannot be written"), "{sentence}");

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs on a machine with an NVIDIA GPU, as root, from the project's folder, after `cargo xtask gpu` has made the bundle:
 #
-#     xtask/gpu/run.sh [facts] [engine] [contract] [mps] [pytorch] [static] [pause]     (all of them by default)
+#     xtask/gpu/run.sh [facts] [engine] [contract] [mps] [pytorch] [static] [pause] [bench]     (all of them by default)
 #
 # Ends with a short table. Needs nvcc and PyTorch there, but no Rust.
 set -uo pipefail
@@ -12,7 +12,7 @@ out=${OUT:-/tmp/cmt-gpu}
 mkdir -p "$out"
 summary=$out/summary.txt
 : > "$summary"
-sections=${*:-facts engine contract mps pytorch static pause}
+sections=${*:-facts engine contract mps pytorch static pause bench}
 export LD_LIBRARY_PATH="$PWD/$bundle/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 say() { printf '%s\n' "$*" | tee -a "$summary"; }
@@ -102,6 +102,15 @@ for section in $sections; do
             say "pause: $threads threads: attach ms, pause us, stopped, hijack us: $(sort -n -k2 "$out/pause-$threads.txt" | sed -n 3p) (median of 5 by pause), worst pause $(sort -n -k2 "$out/pause-$threads.txt" | tail -1 | cut -d' ' -f2)"
             kill "$pid"; wait "$pid" || fail "pause: victim exit $?"
         done
+        ;;
+    bench)
+        # One run; table and page are made from it.
+        if "$cmt" bench --json > "$out/bench.json"; then
+            "$cmt" bench --from "$out/bench.json" --html "$out/bench.html" | tee "$out/bench.txt"
+            say "$(sed -n 's/^GPU  */bench: /p' "$out/bench.txt")"
+        else
+            fail "bench"
+        fi
         ;;
     *) fail "no section $section" ;;
     esac

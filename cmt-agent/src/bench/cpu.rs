@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use cmt_copy::Store;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::mapping::Mapping;
 use super::report::Quantiles;
@@ -24,7 +24,7 @@ const SAMPLE_BYTES: usize = 1 << 20;
 const LEAST_ROUNDS: usize = 4;
 
 /// Both parts.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct CpuCopies {
     /// One thread on one CPU, by size.
     pub one_core: Vec<Rate>,
@@ -33,10 +33,10 @@ pub struct CpuCopies {
 }
 
 /// How fast one way of copying is.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Rate {
     /// `memcpy`, `avx512`, …
-    pub method: &'static str,
+    pub method: String,
     /// Threads that copied at once.
     pub threads: usize,
     /// Bytes of the block that was copied, all threads together.
@@ -165,7 +165,7 @@ fn rate(
     let quantiles = Quantiles::of(times).expect("three at least");
     let gbps = |ns: u64| (bytes * rounds) as f64 / ns.max(1) as f64;
     Ok(Rate {
-        method: store.name(),
+        method: store.name().to_owned(),
         threads,
         bytes,
         samples,
@@ -203,7 +203,9 @@ mod tests {
 
     #[test]
     fn every_byte_is_copied_by_every_thread_count() {
-        let source: Vec<u8> = (0..100_003u32).map(|i| (i * 7 >> 3) as u8).collect();
+        let source: Vec<u8> = (0..100_003u32)
+            .map(|i| (i.wrapping_mul(0x9E37_79B9) >> 13) as u8)
+            .collect();
         for store in Store::all() {
             for threads in [1, 2, 3] {
                 let mut target = vec![0; source.len()];

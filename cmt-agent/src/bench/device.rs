@@ -3,6 +3,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::NonNull;
+use std::time::Instant;
 
 use cudarc::driver::sys::{self, CUresult};
 
@@ -73,7 +74,20 @@ pub fn open() -> Result<wire::Device, CudaError> {
         pci_bus_id: text(&bus_id),
         cuda_version,
         free_bytes: free as u64,
+        idle_synchronize_ns: idle_synchronize_ns()?,
     })
+}
+
+fn idle_synchronize_ns() -> Result<u64, CudaError> {
+    const CALLS: usize = 1001;
+    let mut times = Vec::with_capacity(CALLS);
+    for _ in 0..CALLS {
+        let begun = Instant::now();
+        synchronize()?;
+        times.push(begun.elapsed().as_nanos() as u64);
+    }
+    times.sort_unstable();
+    Ok(times[CALLS / 2])
 }
 
 /// Waits until the context has nothing left to do.

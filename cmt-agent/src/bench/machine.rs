@@ -6,13 +6,13 @@ use std::path::Path;
 
 use nix::sys::utsname::uname;
 use procfs::Current as _;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::wire::Device;
 use crate::cpus::Cpus;
 
 /// What figures depend on. What is not known is none.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Machine {
     /// The device's name.
     pub gpu: String,
@@ -47,7 +47,7 @@ pub struct Machine {
 }
 
 /// A PCIe link.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Link {
     /// As in `32.0 GT/s PCIe`.
     pub speed: String,

@@ -170,12 +170,13 @@ pub fn run(settings: &Settings) -> anyhow::Result<Report> {
         "interrupted before anything was measured"
     );
     Ok(Report {
-        schema: report::SCHEMA,
+        schema: report::SCHEMA.to_owned(),
         stand_in: device.name.starts_with("Stand-in"),
         quick: settings.quick,
         interrupted,
         largest_bytes: largest,
-        limited_by,
+        limited_by: limited_by.map(str::to_owned),
+        idle_synchronize_ns: device.idle_synchronize_ns,
         machine,
         attach,
         cells: cells(&stock, &tuned, &again),
@@ -328,6 +329,7 @@ mod tests {
             pci_bus_id: String::new(),
             cuda_version: 0,
             free_bytes,
+            idle_synchronize_ns: 0,
         };
         assert_eq!(
             largest(8 << 10, &device(16 << 10)).expect("room"),

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use super::chart::{self, Axis, Series};
 use super::cpu::Rate;
 use super::report::{Cell, Quantiles, Report, Stat};
-use super::table::{cpu_seconds, spread, three};
+use super::table::{cpu_seconds, spread, three, time};
 use super::wire::{Direction, Memory};
 use crate::compare::bytes;
 use crate::html::escape;
@@ -74,10 +74,15 @@ fn machine(report: &Report) -> String {
 
 fn method(report: &Report) -> String {
     let mut text = String::from(
-        "<p>Lines are medians, bands go from the 10th to the 90th percentile. Stock was measured before attaching and after \
-         detaching, tuned while attached, pinned all along, with <code>cuMemcpyHtoD</code> and <code>cuMemcpyDtoH</code> in a \
-         process of its own. Rates and shares count the time until the device is idle. The bytes of one copy of each kind \
-         were checked.",
+        "<p>Lines are medians, bands go from the 10th to the 90th percentile. Stock and pinned were measured before attaching \
+         and after detaching, tuned while attached, with <code>cuMemcpyHtoD</code> and <code>cuMemcpyDtoH</code> in a process \
+         of its own. Rates and shares count the time until the device is idle. The bytes of one copy of each kind were \
+         checked.",
+    );
+    let _ = write!(
+        text,
+        " Waiting for an idle device takes {}, which is part of every time until idle.",
+        time(report.idle_synchronize_ns)
     );
     if let Some(attach) = &report.attach {
         let _ = write!(
@@ -86,11 +91,12 @@ fn method(report: &Report) -> String {
             attach.threads, attach.patched, attach.attach_ms
         );
     }
-    if let Some(limit) = report.limited_by {
+    if let Some(limit) = &report.limited_by {
         let _ = write!(
             text,
-            " Copies above {} were left out: not enough {limit}.",
-            bytes(report.largest_bytes)
+            " Copies above {} were left out: not enough {}.",
+            bytes(report.largest_bytes),
+            escape(limit)
         );
     }
     if report.quick {
@@ -143,7 +149,11 @@ fn lines(cells: &[&Cell], point: Point) -> Vec<Series> {
 
 fn cpu_copies(report: &Report) -> anyhow::Result<String> {
     let copies = &report.cpu_copies;
-    let mut methods: Vec<&str> = copies.one_core.iter().map(|rate| rate.method).collect();
+    let mut methods: Vec<&str> = copies
+        .one_core
+        .iter()
+        .map(|rate| rate.method.as_str())
+        .collect();
     methods.dedup();
     if methods.is_empty() {
         return Ok(String::new());
@@ -163,7 +173,7 @@ fn cpu_copies(report: &Report) -> anyhow::Result<String> {
     };
     let legend: String = (METHOD_COLOURS..)
         .zip(&methods)
-        .map(|(colour, method)| format!("<i class=c{colour}></i>{method} "))
+        .map(|(colour, method)| format!("<i class=c{colour}></i>{} ", escape(method)))
         .collect();
     let one_core = lines(&copies.one_core, |rate| rate.bytes as f64);
     let scaling = lines(&copies.scaling, |rate| rate.threads as f64);
@@ -195,6 +205,7 @@ fn table(name: &str, cells: &[&Cell]) -> String {
             ("stock", &cell.stock),
             ("tuned", &cell.tuned),
             ("pinned", &cell.pinned),
+            ("pinned, attached", &cell.pinned_attached),
         ];
         for (index, (copier, stat)) in copiers.into_iter().enumerate() {
             let Some(stat) = stat else { continue };
@@ -205,12 +216,13 @@ fn table(name: &str, cells: &[&Cell]) -> String {
             let left = index == 1 && cell.staged == Some(0.0);
             let _ = writeln!(
                 text,
-                "<tr><th>{}</th><td><i class=c{index}></i>{copier}{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+                "<tr><th>{}</th><td><i class=c{}></i>{copier}{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
                 if index == 0 {
                     bytes(cell.bytes)
                 } else {
                     String::new()
                 },
+                index.min(2),
                 if left { " (left to stock)" } else { "" },
                 three(stat.gbps),
                 tuned(cell.share_of_pinned, ""),

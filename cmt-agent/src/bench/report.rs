@@ -1,6 +1,9 @@
 //! What the bench found, as `cmt/bench/1` prints it. Table and page are made from it.
 
-use serde::Serialize;
+use std::path::Path;
+
+use anyhow::{Context as _, ensure};
+use serde::{Deserialize, Serialize};
 
 use super::cpu::CpuCopies;
 use super::machine::Machine;
@@ -11,10 +14,10 @@ use crate::profile;
 pub const SCHEMA: &str = "cmt/bench/1";
 
 /// The whole object.
-#[derive(Serialize)]
+#[derive(Serialize, Deserialize)]
 pub struct Report {
     /// [`SCHEMA`].
-    pub schema: &'static str,
+    pub schema: String,
     /// True on the project's own libcuda: real bytes, modelled time. Such figures say nothing of a GPU.
     pub stand_in: bool,
     /// Fewer samples and sizes.
@@ -24,7 +27,9 @@ pub struct Report {
     /// The largest copy.
     pub largest_bytes: u64,
     /// Why it is smaller than what was asked for; none if it is not.
-    pub limited_by: Option<&'static str>,
+    pub limited_by: Option<String>,
+    /// Median of `cuCtxSynchronize` with nothing to wait for: part of each time until the device is idle.
+    pub idle_synchronize_ns: u64,
     /// Where it ran.
     pub machine: Machine,
     /// How the process was attached to; none if interrupted before.
@@ -35,8 +40,25 @@ pub struct Report {
     pub cpu_copies: CpuCopies,
 }
 
+impl Report {
+    /// The report that `--json` once wrote to a file.
+    pub fn read(path: &Path) -> anyhow::Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("{} cannot be read", path.display()))?;
+        let report: Self = serde_json::from_str(&text)
+            .with_context(|| format!("{} is no {SCHEMA} object", path.display()))?;
+        ensure!(
+            report.schema == SCHEMA,
+            "{} is a {:?} object, not {SCHEMA:?}",
+            path.display(),
+            report.schema
+        );
+        Ok(report)
+    }
+}
+
 /// The attach between the two stock passes.
-#[derive(Serialize)]
+#[derive(Serialize, Deserialize)]
 pub struct Attach {
     /// Threads that may move bytes.
     pub threads: u32,
@@ -51,7 +73,7 @@ pub struct Attach {
 }
 
 /// Copies of one kind by the three copiers.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Cell {
     /// HtoD or DtoH.
     pub direction: Direction,
@@ -63,8 +85,10 @@ pub struct Cell {
     pub stock: Option<Stat>,
     /// The same call while attached.
     pub tuned: Option<Stat>,
-    /// The same call with pinned memory (always reused): what the link gives.
+    /// The same call with pinned memory (always reused), before attaching and after detaching: what the link gives.
     pub pinned: Option<Stat>,
+    /// Pinned copies while attached: the payload looks at them and leaves them to the driver.
+    pub pinned_attached: Option<Stat>,
     /// Part of the tuned copies that the payload made itself; the others it left to the driver.
     pub staged: Option<f64>,
     /// Pinned median over tuned median, both until the device is idle.
@@ -76,7 +100,7 @@ pub struct Cell {
 }
 
 /// Times of one copier.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Stat {
     /// Copies timed.
     pub samples: usize,
@@ -91,7 +115,7 @@ pub struct Stat {
 }
 
 /// Quantiles by the nearest rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quantiles {
     /// 10th percentile.
     pub p10: u64,
@@ -157,7 +181,7 @@ impl Cell {
         };
         let stock = all(&[batches.stock, batches.again]);
         let tuned = all(&[batches.tuned.map(|(batch, _)| batch)]);
-        let pinned = all(&batches.pinned);
+        let pinned = all(&[batches.pinned[0], batches.pinned[2]]);
         let median = |stat: &Option<Stat>| stat.as_ref().map(|stat| stat.idle_ns.p50 as f64);
         let over = |one: Option<f64>, other: Option<f64>| Some(one? / other?);
         let alone = |batch: Option<&Batch>| median(&all(&[batch]));
@@ -172,6 +196,7 @@ impl Cell {
             stock,
             tuned,
             pinned,
+            pinned_attached: all(&[batches.pinned[1]]),
         }
     }
 }
@@ -210,7 +235,7 @@ mod tests {
                 stock: Some(&stock),
                 tuned: Some((&tuned, 1.0)),
                 again: Some(&again),
-                pinned: [Some(&pinned), None, None],
+                pinned: [Some(&pinned), Some(&stock), None],
             },
         );
         assert_eq!(cell.share_of_pinned, Some(0.5));

@@ -43,12 +43,17 @@ pub fn text(report: &Report) -> String {
 fn method(report: &Report) -> String {
     let mut text = String::from(
         "GB/s (1e9 bytes/s) and shares by the median time until the device is idle.\n\
-         stock: before attaching and after detaching; tuned: attached; pinned: all along.\n\
+         stock, pinned: before attaching and after detaching; tuned: attached.\n\
          p10 and p90: tuned, until idle. call: median until the tuned call returned.\n\
          CPU: processor seconds for 1 GiB, helpers included. n: samples, stock + tuned.\n\
          =: left to stock by the plan.\n",
     );
-    if let Some(limit) = report.limited_by {
+    let _ = writeln!(
+        text,
+        "Waiting for an idle device takes {}, which is part of every time until idle.",
+        time(report.idle_synchronize_ns)
+    );
+    if let Some(limit) = &report.limited_by {
         let _ = writeln!(
             text,
             "Copies above {} were left out: not enough {limit}.",
@@ -127,7 +132,7 @@ fn cpu_scaling(rates: &[Rate]) -> String {
 
 /// One row a method, one column for each of what `column` says.
 fn by_method(rates: &[Rate], column: impl Fn(&Rate) -> String) -> String {
-    let mut methods: Vec<&str> = rates.iter().map(|rate| rate.method).collect();
+    let mut methods: Vec<&str> = rates.iter().map(|rate| rate.method.as_str()).collect();
     methods.dedup();
     let mut table = Table::new();
     table.load_style(presets::NOTHING);

@@ -88,6 +88,8 @@ pub struct Device {
     pub cuda_version: i32,
     /// Memory of the device that nobody uses.
     pub free_bytes: u64,
+    /// Median time of `cuCtxSynchronize` with nothing to wait for.
+    pub idle_synchronize_ns: u64,
 }
 
 /// Timed copies of one kind.

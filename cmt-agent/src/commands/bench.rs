@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use anyhow::Context as _;
 
-use crate::bench::{self, SMALLEST_BYTES, Settings};
+use crate::bench::{self, Report, SMALLEST_BYTES, Settings};
 use crate::{pipe, profile};
 
 /// Measure stock, tuned and pinned copies on this machine, side by side
@@ -21,6 +21,9 @@ pub struct Args {
     /// Copy by the plan in this file instead of the estimate for this machine
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
+    /// Show the report in this file, which --json has written, and measure nothing
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["quick", "largest", "profile"])]
+    from: Option<PathBuf>,
     /// Print one JSON object (cmt/bench/1)
     #[arg(long)]
     json: bool,
@@ -45,7 +48,10 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             anyhow::Ok((file, path))
         })
         .transpose()?;
-    let report = bench::run(&settings)?;
+    let report = match args.from {
+        Some(path) => Report::read(&path)?,
+        None => bench::run(&settings)?,
+    };
     if args.json {
         pipe::print(&format!("{}\n", serde_json::to_string(&report)?))?;
     } else {
