@@ -106,6 +106,15 @@ impl Engine {
         usize::try_from(cut_over).unwrap_or(usize::MAX)
     }
 
+    /// Whether the plan in force has a row that stages copies of `bytes` bytes by a function; for benches.
+    #[doc(hidden)]
+    pub fn is_staged(&self, function: usize, bytes: u64) -> bool {
+        hooked(function).is_some_and(|function| {
+            let to_host = direction(function) == Direction::DtoH;
+            self.plan.row(to_host, bytes).is_some()
+        })
+    }
+
     /// Makes the copy, or does nothing and says why.
     ///
     /// # Safety
