@@ -10,7 +10,8 @@
 
 pub mod hook;
 mod reserve;
-mod route;
+#[doc(hidden)]
+pub mod route;
 mod service;
 
 use std::sync::atomic::Ordering;

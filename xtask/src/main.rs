@@ -5,6 +5,7 @@ mod build_ebpf;
 mod demo;
 mod dist;
 mod gpu;
+mod instructions;
 mod test;
 mod workspace;
 
@@ -29,6 +30,8 @@ enum Task {
     Test(test::Args),
     /// Lay everything that a GPU machine needs into one folder
     Gpu,
+    /// Count the instructions that a patched function adds to a small copy
+    Instructions,
 }
 
 fn run(task: Task) -> anyhow::Result<ExitCode> {
@@ -38,6 +41,7 @@ fn run(task: Task) -> anyhow::Result<ExitCode> {
         Task::Dist(args) => dist::run_task(&args)?,
         Task::Test(args) => return test::run_task(&args),
         Task::Gpu => gpu::bundle()?,
+        Task::Instructions => instructions::run_task()?,
     }
     Ok(ExitCode::SUCCESS)
 }
