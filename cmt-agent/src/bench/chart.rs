@@ -8,8 +8,8 @@ use crate::compare;
 
 /// Size in the units of the SVG; the page scales it.
 const SIZE: (u32, u32) = (480, 320);
-/// Height of axis labels.
-const FONT: i32 = 16;
+/// Size of axis labels, so that they can be read at the width of a telephone.
+const FONT: i32 = 20;
 /// The style sheet shows this as the page's text colour.
 const INK: RGBColor = RGBColor(1, 1, 1);
 
@@ -66,9 +66,9 @@ fn draw_on(
     let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
     let mut chart = ChartBuilder::on(&root)
         .margin(6)
-        .margin_right(22)
-        .x_label_area_size(28)
-        .y_label_area_size(62)
+        .margin_right(28)
+        .x_label_area_size(32)
+        .y_label_area_size(74)
         .build_cartesian_2d(x, y)?;
     let font = ("sans-serif", FONT).into_font().color(&INK);
     chart
