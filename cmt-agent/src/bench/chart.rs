@@ -66,6 +66,7 @@ fn draw_on(
     let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
     let mut chart = ChartBuilder::on(&root)
         .margin(6)
+        .margin_top(14)
         .margin_right(28)
         .x_label_area_size(32)
         .y_label_area_size(74)
