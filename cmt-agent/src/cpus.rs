@@ -3,15 +3,17 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use procfs::ProcResult;
 use procfs::process::Process;
+use procfs::{FromBufRead as _, ProcResult, ProcessCGroups};
+
+use crate::target::text;
 
 /// Where cgroups of version 2 and the CPU controller of version 1 are mounted.
 const V2_ROOTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 const V1_ROOTS: [&str; 2] = ["/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct"];
 
 /// Reads the quota of a cgroup's folder.
-type Quota = fn(&Path) -> Option<f64>;
+pub(crate) type Quota = fn(&Path) -> Option<f64>;
 
 /// The processors that a process may use.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,22 +28,13 @@ impl Cpus {
     /// Those of process `pid`, as this process sees its cgroups.
     pub fn of(pid: u32) -> ProcResult<Self> {
         let process = Process::new(pid as i32)?;
-        let ranges = process.status()?.cpus_allowed_list.unwrap_or_default();
+        let ranges = text::status(&process)?
+            .cpus_allowed_list
+            .unwrap_or_default();
         let allowed: u32 = ranges.iter().map(|(first, last)| last - first + 1).sum();
         let mut quotas = Vec::new();
-        for group in process.cgroups()? {
-            let (roots, read): (_, Quota) =
-                if group.controllers.is_empty() || group.controllers == [""] {
-                    (V2_ROOTS, quota_v2)
-                } else if group.controllers.iter().any(|name| name == "cpu") {
-                    (V1_ROOTS, quota_v1)
-                } else {
-                    continue;
-                };
-            for root in roots {
-                let folders = up_to_root(Path::new(root), &group.pathname);
-                quotas.extend(folders.filter_map(|folder| read(&folder)));
-            }
+        for (folder, read) in folders(&text::relative(&process, "cgroup")?)? {
+            quotas.extend(read(&folder));
         }
         Ok(Self {
             allowed: allowed.max(1),
@@ -56,6 +49,26 @@ impl Cpus {
             None => self.allowed,
         }
     }
+}
+
+/// Every folder that may hold a quota for a process, by the text of its `/proc/PID/cgroup`, and how to read it there.
+pub(crate) fn folders(groups: &str) -> ProcResult<Vec<(PathBuf, Quota)>> {
+    let mut found = Vec::new();
+    for group in ProcessCGroups::from_buf_read(groups.as_bytes())? {
+        let (roots, read): (_, Quota) = if group.controllers.is_empty() || group.controllers == [""]
+        {
+            (V2_ROOTS, quota_v2)
+        } else if group.controllers.iter().any(|name| name == "cpu") {
+            (V1_ROOTS, quota_v1)
+        } else {
+            continue;
+        };
+        for root in roots {
+            let folders = up_to_root(Path::new(root), &group.pathname);
+            found.extend(folders.map(|folder| (folder, read)));
+        }
+    }
+    Ok(found)
 }
 
 /// The cgroup's folder and those above it. A quota anywhere on the way counts.

@@ -12,13 +12,14 @@ use std::time::Instant;
 
 use anyhow::{Context as _, anyhow};
 use cmt_common::control::Plan;
-use nix::sys::signal::SigSet;
+use nix::sys::signal::{SigSet, Signal};
+use nix::unistd::alarm;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::injector::{self, Attached, Detached};
 use crate::profile;
-use crate::target::Target;
+use crate::target::{Target, TargetError};
 
 /// What the keeper is told to do; not for users.
 #[derive(clap::Args)]
@@ -31,17 +32,40 @@ pub struct Args {
 enum Job {
     /// Attach by the plan on stdin
     Attach {
-        /// Process
-        pid: u32,
+        #[command(flatten)]
+        whom: Whom,
         /// Threads that may move bytes
         threads: u32,
     },
     /// Detach
     Detach {
-        /// Process
-        pid: u32,
+        #[command(flatten)]
+        whom: Whom,
     },
 }
+
+/// The process that was looked at, and no other that got its id since.
+#[derive(clap::Args)]
+struct Whom {
+    /// Process
+    pid: u32,
+    /// When it started, in clock ticks
+    started: u64,
+}
+
+impl Whom {
+    fn open(&self) -> Result<Target, TargetError> {
+        let target = Target::open(self.pid)?;
+        match target.started() == self.started {
+            true => Ok(target),
+            false => Err(TargetError::Replaced { pid: self.pid }),
+        }
+    }
+}
+
+/// No keeper lives longer, in seconds: reading memory waits for whoever provides it, which may be the target itself.
+/// More than all waits of an attach or a detach together.
+const MOST_S: u32 = 300;
 
 /// What the keeper answers, as JSON on stdout.
 #[derive(Serialize, Deserialize)]
@@ -51,29 +75,38 @@ enum Answer<T> {
     Failed(String),
 }
 
-/// Has a keeper attach to `pid`; the time it took includes the keeper's start.
-pub fn attach(pid: u32, plan: &Plan, threads: u32) -> anyhow::Result<Attached> {
+/// Has a keeper attach to `target`; the time it took includes the keeper's start.
+pub fn attach(target: &Target, plan: &Plan, threads: u32) -> anyhow::Result<Attached> {
     let started = Instant::now();
     let mut attached: Attached = ask(
-        &["attach", &pid.to_string(), &threads.to_string()],
+        "attach",
+        target,
+        &[&threads.to_string()],
         &profile::to_json(plan),
     )?;
     attached.took = started.elapsed();
     Ok(attached)
 }
 
-/// Has a keeper detach from `pid`.
-pub fn detach(pid: u32) -> anyhow::Result<Detached> {
+/// Has a keeper detach from `target`.
+pub fn detach(target: &Target) -> anyhow::Result<Detached> {
     let started = Instant::now();
-    let mut detached: Detached = ask(&["detach", &pid.to_string()], "")?;
+    let mut detached: Detached = ask("detach", target, &[], "")?;
     detached.took = started.elapsed();
     Ok(detached)
 }
 
-fn ask<T: DeserializeOwned>(job: &[&str], input: &str) -> anyhow::Result<T> {
+fn ask<T: DeserializeOwned>(
+    job: &str,
+    target: &Target,
+    more: &[&str],
+    input: &str,
+) -> anyhow::Result<T> {
     let mut keeper = Command::new("/proc/self/exe")
-        .arg("keeper")
-        .args(job)
+        .args(["keeper", job])
+        .arg(target.pid.to_string())
+        .arg(target.started().to_string())
+        .args(more)
         .process_group(0)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -99,11 +132,14 @@ fn ask<T: DeserializeOwned>(job: &[&str], input: &str) -> anyhow::Result<T> {
 
 /// Runs as the keeper.
 pub fn run(args: Args) -> anyhow::Result<()> {
-    SigSet::all().thread_block()?;
+    let mut blocked = SigSet::all();
+    blocked.remove(Signal::SIGALRM);
+    blocked.thread_block()?;
+    alarm::set(MOST_S);
     injector::reap_the_ended();
     let text = match args.job {
-        Job::Attach { pid, threads } => answer(attach_here(pid, threads)),
-        Job::Detach { pid } => answer(detach_here(pid)),
+        Job::Attach { whom, threads } => answer(attach_here(&whom, threads)),
+        Job::Detach { whom } => answer(detach_here(&whom)),
     }?;
     // Whoever asked may be gone.
     let _ = std::io::stdout().write_all(text.as_bytes());
@@ -117,13 +153,39 @@ fn answer<T: Serialize>(result: anyhow::Result<T>) -> serde_json::Result<String>
     })
 }
 
-fn attach_here(pid: u32, threads: u32) -> anyhow::Result<Attached> {
+fn attach_here(whom: &Whom, threads: u32) -> anyhow::Result<Attached> {
     let mut input = String::new();
     std::io::stdin().read_to_string(&mut input)?;
     let plan = profile::parse(&input, Path::new("-"))?;
-    Ok(injector::attach(&mut Target::open(pid)?, &plan, threads)?)
+    Ok(injector::attach(&mut whom.open()?, &plan, threads)?)
 }
 
-fn detach_here(pid: u32) -> anyhow::Result<Detached> {
-    Ok(injector::detach(&mut Target::open(pid)?)?)
+fn detach_here(whom: &Whom) -> anyhow::Result<Detached> {
+    Ok(injector::detach(&mut whom.open()?)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_later_process_of_the_same_id_is_refused() {
+        let mut child = Command::new("sleep").arg("60").spawn().expect("a child");
+        let pid = child.id();
+        let target = loop {
+            match Target::open(pid) {
+                Err(TargetError::StaticBinary { .. }) => std::thread::yield_now(),
+                opened => break opened.expect("a program on glibc"),
+            }
+        };
+        let started = target.started();
+        assert!(Whom { pid, started }.open().is_ok());
+        let earlier = Whom {
+            pid,
+            started: started - 1,
+        };
+        assert!(matches!(earlier.open(), Err(TargetError::Replaced { .. })));
+        child.kill().expect("our child");
+        child.wait().expect("our child");
+    }
 }

@@ -138,7 +138,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         bail!("process {} ended before it could be attached to", args.pid);
     }
     let errors_before = injector::staged_errors(&mut target)?;
-    let attached = keeper::attach(args.pid, &plan, threads)?;
+    let attached = keeper::attach(&target, &plan, threads)?;
     let after = window(tracer.as_ref(), "after", args.after)?;
     let comparison =
         Comparison::new(&Window::new(&before.seen), &Window::new(&after.seen)).judged_by(&plan);
@@ -154,7 +154,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let end = if ended {
         Ok(End::Gone)
     } else if args.revert || !failing.is_empty() {
-        keeper::detach(args.pid).map(|_| End::Reverted)
+        keeper::detach(&target).map(|_| End::Reverted)
     } else if injector::is_attached(&mut target) {
         handed_back = watch::slower(&comparison);
         hand_back(&mut target, &plan, &handed_back).map(|()| End::Kept)

@@ -15,7 +15,7 @@ pub struct Args {
 /// Detaches and says what was restored.
 pub fn run(args: Args) -> anyhow::Result<()> {
     let target = Target::open(args.pid)?;
-    let done = keeper::detach(args.pid)?;
+    let done = keeper::detach(&target)?;
     pipe::print(&format!(
         "detached from {} ({}) in {:.0} ms:\n{} of {HOOKED} functions restored, threads stopped for {:.1} ms\n",
         target.pid,

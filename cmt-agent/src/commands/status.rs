@@ -107,6 +107,19 @@ fn all() -> Vec<Process> {
 }
 
 fn describe(target: &Target, control: &ControlMap) -> Process {
+    let is_served = injector::has_control_thread(target, control);
+    say(target.pid, target.comm.clone(), is_served, control)
+}
+
+/// What a control block says, as text and as an object.
+#[cfg(any(test, feature = "fuzzing"))]
+pub fn both(control: &ControlMap) -> (String, String) {
+    let process = say(1, String::new(), true, control);
+    let object = serde_json::to_string(&process).expect("plain numbers and texts");
+    (text_of(&process), object)
+}
+
+fn say(pid: u32, comm: String, is_served: bool, control: &ControlMap) -> Process {
     let counters = &control.counters;
     let now = control.state.load(Ordering::Acquire);
     let since = Duration::from_nanos(control.enabled_at_ns.load(Ordering::Relaxed));
@@ -117,12 +130,12 @@ fn describe(target: &Target, control: &ControlMap) -> Process {
         errors: counters.staged_errors[index].load(Ordering::Relaxed),
     };
     Process {
-        pid: target.pid,
-        comm: target.comm.clone(),
+        pid,
+        comm,
         state: match now {
             state::LOADED => "loaded",
             state::PREPARED => "prepared",
-            state::ENABLED if injector::has_control_thread(target, control) => "attached",
+            state::ENABLED if is_served => "attached",
             state::ENABLED => "attached, control thread gone",
             state::DISABLED => "disabled",
             _ => "detached",

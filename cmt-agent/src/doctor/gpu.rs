@@ -4,11 +4,12 @@
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 
-use procfs::process::{MMapPath, Process, all_processes};
+use procfs::process::{Process, all_processes};
 
 use super::Need::{Attach, Trace};
 use super::{Check, CudaProcess, State};
 use crate::cpus::Cpus;
+use crate::target::{maps, text};
 
 pub(super) fn architecture() -> Check {
     const NAME: &str = "processor";
@@ -64,20 +65,20 @@ fn look_at(process: &Process) -> Option<CudaProcess> {
         return None;
     }
     let mut libraries = Vec::new();
-    for mapping in process.maps().ok()? {
-        let MMapPath::Path(path) = mapping.pathname else {
+    for mapping in maps::of(process).ok()? {
+        let Some(path) = mapping.path() else {
             continue;
         };
         let name = path.file_name().unwrap_or_default().as_bytes();
         if name.starts_with(b"libcuda.so") || name.starts_with(b"libcudart.so") {
-            libraries.push(path.display().to_string());
+            libraries.push(text::printable(&path.to_string_lossy()));
         }
     }
     libraries.sort();
     libraries.dedup();
     (!libraries.is_empty()).then(|| CudaProcess {
         pid: process.pid as u32,
-        comm: process.stat().map(|stat| stat.comm).unwrap_or_default(),
+        comm: text::comm(process).unwrap_or_default(),
         libraries,
     })
 }

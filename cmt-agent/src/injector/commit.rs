@@ -38,7 +38,7 @@ impl Patch {
     /// True if a thread cannot stay at `address` while the window changes. Its first byte is safe: an instruction
     /// begins there before and after.
     fn breaks(&self, address: u64) -> bool {
-        self.window < address && address < self.window + self.from.len() as u64
+        (1..self.from.len() as u64).contains(&address.wrapping_sub(self.window))
     }
 }
 
@@ -121,6 +121,8 @@ fn try_commit(
         pid: target.pid,
         source,
     };
+    // Code that was looked at belongs to the program that ran then. All its threads stand still: it stays what it is.
+    target.check_same_program()?;
     let mut cave_in_use = false;
     for thread in stopped.iter() {
         let stack = target.memory.read_up_to(thread.regs.rsp, STACK_SCAN);

@@ -4,7 +4,6 @@
 //! with volatile reads and checked afterwards.
 #![expect(unsafe_code, reason = "memory shared with another process")]
 
-use std::fs::OpenOptions;
 use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Deref;
@@ -18,10 +17,14 @@ use cmt_common::control::{
     CONTROL_BYTES, Control, HookSlot, Plan, RELOCATED_MAX, Relocated, WINDOW_MAX, command, hook,
 };
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+#[cfg(any(test, feature = "fuzzing"))]
+use nix::sys::mman::mmap_anonymous;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::InjectError;
 use crate::target::Target;
+use crate::target::file::{Access, open_regular};
+use crate::target::text::printable;
 
 /// A mapped control block.
 #[derive(Debug)]
@@ -86,13 +89,10 @@ impl ControlMap {
         let failed = |source| InjectError::Control { pid, source };
         let foreign = |what: &str| failed(io::Error::other(format!("the control block {what}")));
         let end = start + CONTROL_BYTES as u64;
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open(format!("/proc/{pid}/map_files/{start:x}-{end:x}"))
-            .map_err(failed)?;
+        let path = format!("/proc/{pid}/map_files/{start:x}-{end:x}");
+        let file = open_regular(path.as_ref(), Access::ReadWrite).map_err(failed)?;
         let metadata = file.metadata().map_err(failed)?;
-        if !metadata.is_file() || metadata.nlink() != 0 {
+        if metadata.nlink() != 0 {
             return Err(foreign("is no file in memory"));
         }
         if target.control_inode(start)? != Some(metadata.ino()) {
@@ -117,6 +117,23 @@ impl ControlMap {
             at: at.cast(),
             in_target: start,
         })
+    }
+
+    /// A copy of a block, for what reads one.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub fn copy_of(block: &[u8; CONTROL_BYTES]) -> Self {
+        let len = NonZeroUsize::new(CONTROL_BYTES).expect("not zero");
+        let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice touches no memory of ours.
+        let at: NonNull<u8> = unsafe { mmap_anonymous(None, len, prot, MapFlags::MAP_PRIVATE) }
+            .expect("some memory")
+            .cast();
+        // SAFETY: both are `CONTROL_BYTES` long, and the mapping is new: they do not overlap.
+        unsafe { at.copy_from_nonoverlapping(NonNull::from(block).cast(), CONTROL_BYTES) };
+        Self {
+            at: at.cast(),
+            in_target: 0,
+        }
     }
 
     /// Where the block stands in the target.
@@ -337,8 +354,5 @@ fn text(bytes: &[u8]) -> String {
         .iter()
         .position(|&byte| byte == 0)
         .unwrap_or(bytes.len());
-    String::from_utf8_lossy(&bytes[..end])
-        .chars()
-        .map(|c| if c.is_control() { '?' } else { c })
-        .collect()
+    printable(&String::from_utf8_lossy(&bytes[..end]))
 }

@@ -10,7 +10,8 @@ use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use nix::errno::Errno;
-use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use nix::sys::socket::sockopt::PeerCredentials;
+use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg};
 
 /// A duplicate of descriptor `fd` of process `pid` (Linux 5.6). Opening `/proc/PID/fd/N` would use our rights instead.
 pub fn take(pid: u32, fd: u32) -> io::Result<File> {
@@ -30,9 +31,14 @@ pub fn own_folder(pid: u32) -> io::Result<OwnedFd> {
     own(unsafe { libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, path.as_ptr(), flags) })
 }
 
-/// Sends descriptors into socket `fd` of process `pid`. Does not wait.
+/// Sends descriptors into socket `fd` of process `pid`, which must be one of a pair that it has made itself: whoever else is
+/// at the other end would take us for the sender. Does not wait.
 pub fn send(pid: u32, fd: u32, files: [RawFd; 2]) -> io::Result<()> {
     let socket = take(pid, fd)?;
+    let peer = getsockopt(&socket, PeerCredentials)?;
+    if u32::try_from(peer.pid()) != Ok(pid) {
+        return Err(io::Error::other("its socket is not its own"));
+    }
     let rights = [ControlMessage::ScmRights(&files)];
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
     sendmsg::<()>(

@@ -3,7 +3,6 @@
 use std::time::{Duration, Instant};
 
 use cmt_common::control::{CONTROL_NAME, PAYLOAD_NAME};
-use procfs::process::{MMPermissions, MMapPath};
 
 use super::seccomp;
 use super::stub::{self, HIJACK_OFFSET, SavedRegisters, StubData};
@@ -72,17 +71,18 @@ pub fn leftovers(target: &Target) -> Vec<Cave> {
 /// Where the stub would stand at the end of each code segment.
 fn code_ends(target: &Target) -> impl Iterator<Item = Cave> {
     let len = stub::image(empty_data()).len();
-    let code = MMPermissions::READ | MMPermissions::EXECUTE | MMPermissions::PRIVATE;
     target
         .maps
         .iter()
         .filter(move |map| {
-            map.perms.contains(code)
-                && !map.perms.contains(MMPermissions::WRITE)
+            map.readable
+                && map.executable
+                && !map.writable
+                && !map.shared
                 && target.stays_loaded(map)
         })
         .map(move |map| Cave {
-            address: (map.address.1 - len as u64) & !15,
+            address: (map.end - len as u64) & !15,
             len,
         })
 }
@@ -122,6 +122,9 @@ pub fn launch(
     let mut last_error = None;
     loop {
         for tid in candidates(target)? {
+            if Instant::now() >= deadline {
+                break;
+            }
             let started = Instant::now();
             match stop_if_safe(target, &danger, tid) {
                 Ok(Some(thread)) => {
@@ -211,6 +214,10 @@ fn stop_if_safe(
     let mut seized = Seized::seize(tid)?;
     seized.interrupt()?;
     let thread = seized.wait(Instant::now() + Duration::from_millis(50))?;
+    // A thread that stands still keeps its id; until now it may have ended, and another process's have got it.
+    if !target.has_thread(tid) || !target.is_same_program() {
+        return Err(ThreadError::Gone { tid });
+    }
     if thread.has_signal() || thread.will_run_handler() || !has_room(target, &thread)? {
         return Ok(None);
     }
@@ -237,20 +244,13 @@ fn stop_if_safe(
 fn has_room(target: &Target, thread: &Stopped) -> Result<bool, ThreadError> {
     const FOR_LIBC: u64 = 16 << 10;
     let regs = &thread.regs;
-    let Some(stack) = target
-        .maps
-        .iter()
-        .find(|map| (map.address.0..map.address.1).contains(&regs.rsp))
-    else {
+    let Some(stack) = target.maps.iter().find(|map| map.contains(regs.rsp)) else {
         return Ok(false);
     };
-    let writable = stack
-        .perms
-        .contains(MMPermissions::READ | MMPermissions::WRITE);
-    let of_libc = matches!(stack.pathname, MMapPath::Stack)
-        || (regs.rsp..stack.address.1).contains(&regs.fs_base);
+    let writable = stack.readable && stack.writable;
+    let of_libc = stack.is_called("[stack]") || (regs.rsp..stack.end).contains(&regs.fs_base);
     let frame = RED_ZONE + thread.extended_state()?.len() as u64 + 256;
-    Ok(writable && of_libc && regs.rsp - stack.address.0 >= frame + FOR_LIBC)
+    Ok(writable && of_libc && regs.rsp - stack.start >= frame + FOR_LIBC)
 }
 
 /// Code in which a thread may hold a lock that `pthread_create` takes: allocators, the loader, thread creation.
@@ -295,6 +295,10 @@ const LOCKING: &[&str] = &[
     "setresgid",
     "setgroups",
 ];
+/// Code mappings of libc that are looked through; a program has one or two.
+const MOST_LIBC: usize = 8;
+/// Libraries that are asked whether they export malloc.
+const MOST_LIBRARIES: usize = 4096;
 /// Local functions of the same source file lie this near to an exported one.
 const NEARBY: u64 = 32 << 10;
 /// An allocator that is part of a larger library lies within this distance of its malloc.
@@ -307,12 +311,12 @@ impl DangerZones {
                 .maps
                 .iter()
                 .filter(move |map| {
-                    map.perms.contains(MMPermissions::EXECUTE)
-                        && matches!(&map.pathname, MMapPath::Path(path) if path.file_name().is_some_and(|found| {
-                            names.iter().any(|name| found.to_string_lossy().starts_with(name))
-                        }))
+                    map.executable
+                        && map
+                            .file_name()
+                            .is_some_and(|found| names.iter().any(|name| found.starts_with(name)))
                 })
-                .map(|map| map.address)
+                .map(|map| (map.start, map.end))
         };
         let mut locking = Vec::new();
         for base in ["libc.so.6", "libpthread.so.0"]
@@ -326,12 +330,15 @@ impl DangerZones {
                 LOCKING
                     .iter()
                     .filter_map(|name| symbols.get(name))
-                    .map(|symbol| (symbol.address, symbol.address + symbol.size.max(16))),
+                    .map(|symbol| {
+                        let size = symbol.size.max(16);
+                        (symbol.address, symbol.address.saturating_add(size))
+                    }),
             );
         }
         let mut running: Vec<_> = locking
             .iter()
-            .map(|&(start, end)| (start.saturating_sub(NEARBY), end + NEARBY))
+            .map(|&(start, end)| (start.saturating_sub(NEARBY), end.saturating_add(NEARBY)))
             .collect();
         locking.extend(code_of(&["ld-linux", "ld-2."]));
         let mut allocators: Vec<_> =
@@ -340,12 +347,13 @@ impl DangerZones {
         allocators.extend(
             target
                 .loaded()
+                .take(MOST_LIBRARIES)
                 .filter(|&(name, _)| !is_library(name, "libc.so.6"))
                 .filter_map(|(_, base)| symbols::lookup(&target.memory, base, "malloc"))
                 .map(|malloc| {
                     (
                         malloc.address.saturating_sub(ALLOCATOR),
-                        malloc.address + ALLOCATOR,
+                        malloc.address.saturating_add(ALLOCATOR),
                     )
                 }),
         );
@@ -354,10 +362,11 @@ impl DangerZones {
             target
                 .maps
                 .iter()
-                .filter(|map| matches!(&map.pathname, MMapPath::Other(name) if name == "uprobes"))
-                .map(|map| map.address),
+                .filter(|map| map.is_called("[uprobes]"))
+                .map(|map| (map.start, map.end)),
         );
         let handlers = code_of(&["libc.so", "libc-2.", "libpthread"])
+            .take(MOST_LIBC)
             .flat_map(|code| find_restorers(target, code))
             .collect();
         Self {
@@ -407,6 +416,8 @@ impl DangerZones {
 fn find_restorers(target: &Target, code: (u64, u64)) -> Vec<(u64, u64)> {
     const RESTORE: [u8; 9] = [0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05];
     const MOST_CODE: u64 = 8 << 20;
+    // There is one; each is compared with each word of a stack.
+    const MOST: usize = 8;
     let bytes = target
         .memory
         .read_up_to(code.0, (code.1 - code.0).min(MOST_CODE) as usize);
@@ -416,6 +427,7 @@ fn find_restorers(target: &Target, code: (u64, u64)) -> Vec<(u64, u64)> {
         .filter(|(_, window)| *window == RESTORE)
         .map(|(offset, _)| code.0 + offset as u64)
         .map(|start| (start, start + RESTORE.len() as u64))
+        .take(MOST)
         .collect()
 }
 

@@ -4,12 +4,12 @@
 //! help to finish, and each function is patched by one write that is whole in itself.
 
 mod commit;
-mod control;
+pub(crate) mod control;
 mod descriptors;
 mod hijack;
-mod seccomp;
+pub(crate) mod seccomp;
 mod stub;
-mod threads;
+pub(crate) mod threads;
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -27,12 +27,14 @@ pub use control::{CommandError, ControlMap, HookState};
 use hijack::{Cave, Job};
 pub use threads::{ThreadError, reap_the_ended};
 
-use crate::target::{Target, TargetError};
+use crate::target::{Target, TargetError, text};
 
 /// The payload, built from `cmt-inject`.
 const PAYLOAD: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/payload.so"));
 /// Longest wait for a step of the bootstrap and for commands that do not drain copies.
 const STEP_LIMIT: Duration = Duration::from_secs(5);
+/// Control blocks of one target that are looked at: attaches that were given up leave some behind.
+const MOST_BLOCKS: usize = 64;
 /// Longest wait for copies in flight and for streams that still read staged bytes.
 const DRAIN_LIMIT: Duration = Duration::from_secs(60);
 
@@ -204,7 +206,7 @@ pub struct Detached {
 fn may_open_maps() -> bool {
     const NEEDED: u64 = 1 << 40 | 1 << 21; // CAP_CHECKPOINT_RESTORE, CAP_SYS_ADMIN
     procfs::process::Process::myself()
-        .and_then(|process| process.status())
+        .and_then(|process| text::status(&process))
         .is_ok_and(|status| status.capeff & NEEDED != 0)
 }
 
@@ -219,7 +221,7 @@ fn lock(pid: u32) -> Result<Flock<std::fs::File>, InjectError> {
 pub fn find_control(target: &mut Target) -> Result<Option<ControlMap>, InjectError> {
     let pid = target.pid;
     let mut stopped = None;
-    for address in target.control_addresses() {
+    for address in target.control_addresses().into_iter().take(MOST_BLOCKS) {
         let control = ControlMap::open(target, address)?;
         // A bootstrap that was given up leaves a block without an entry.
         if control.magic.load(Ordering::Acquire) != MAGIC
@@ -376,7 +378,7 @@ pub fn staged_errors(target: &mut Target) -> Result<u64, InjectError> {
         errors
             .iter()
             .map(|count| count.load(Ordering::Relaxed))
-            .sum()
+            .fold(0, u64::saturating_add)
     }))
 }
 
@@ -456,15 +458,14 @@ fn fill_and_start(
     control: &ControlMap,
     without_proc: bool,
 ) -> Result<(), InjectError> {
-    let pid = target.pid;
     let fd = control.boot.payload_fd.load(Ordering::Acquire);
     if fd > i32::MAX as u32 {
         let message = "it may open no more descriptors (RLIMIT_NOFILE)".to_owned();
         return Err(InjectError::NotLoaded { message });
     }
-    put_payload(pid, fd).map_err(|source| InjectError::Write { pid, source })?;
+    put_payload(target, fd)?;
     let folder = if without_proc {
-        hand_over(pid, control)?;
+        hand_over(target, control)?;
         "."
     } else {
         "/proc/self/fd"
@@ -491,19 +492,24 @@ fn fill_and_start(
 }
 
 /// Writes the payload to the target's memfd, with the target's own descriptor: what it may not write, we do not either.
-fn put_payload(pid: u32, fd: u32) -> io::Result<()> {
-    let file = descriptors::take(pid, fd)?;
-    let metadata = file.metadata()?;
+fn put_payload(target: &Target, fd: u32) -> Result<(), InjectError> {
+    let pid = target.pid;
+    let failed = |source| InjectError::Write { pid, source };
+    let file = descriptors::take(pid, fd).map_err(failed)?;
+    // Asked for afterwards: what was taken is of that program.
+    target.check_same_program()?;
+    let metadata = file.metadata().map_err(failed)?;
     if !metadata.is_file() || metadata.nlink() != 0 || metadata.len() != 0 {
-        return Err(io::Error::other(
+        return Err(failed(io::Error::other(
             "the payload's descriptor is no empty file in memory",
-        ));
+        )));
     }
-    file.write_all_at(PAYLOAD, 0)
+    file.write_all_at(PAYLOAD, 0).map_err(failed)
 }
 
 /// Sends a target that sees no `/proc` what it needs of it: the folder of its own descriptors, and its own memory map.
-fn hand_over(pid: u32, control: &ControlMap) -> Result<(), InjectError> {
+fn hand_over(target: &Target, control: &ControlMap) -> Result<(), InjectError> {
+    let pid = target.pid;
     let failed = |error| InjectError::NotLoaded {
         message: format!("it sees no /proc, and could not be handed its own descriptors: {error}"),
     };
@@ -511,6 +517,8 @@ fn hand_over(pid: u32, control: &ControlMap) -> Result<(), InjectError> {
     let folder = descriptors::own_folder(pid).map_err(failed)?;
     let maps = std::fs::File::open(format!("/proc/{pid}/maps")).map_err(failed)?;
     let socket = control.boot.sockets[1].load(Ordering::Acquire);
+    // A program with more rights than the target had must not have its memory map given away.
+    target.check_same_program()?;
     descriptors::send(pid, socket, [folder.as_raw_fd(), maps.as_raw_fd()]).map_err(failed)
 }
 
@@ -675,7 +683,7 @@ fn is_ours(name: &str) -> bool {
 
 /// Name of a thread; empty if it has ended.
 fn thread_name(pid: u32, tid: i32) -> String {
-    std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/comm"))
+    text::read(format!("/proc/{pid}/task/{tid}/comm"))
         .map(|name| name.trim_end().to_owned())
         .unwrap_or_default()
 }

@@ -197,8 +197,9 @@ fn evaluate(filter: &[Instruction], data: &[u32; 16]) -> Option<u32> {
                     0x30 => a.checked_div(operand)?,
                     0x40 => a | operand,
                     0x50 => a & operand,
-                    0x60 => a.checked_shl(operand)?,
-                    0x70 => a.checked_shr(operand)?,
+                    // By more than 31 as the processor does it: only a constant is checked when it is loaded.
+                    0x60 => a.wrapping_shl(operand),
+                    0x70 => a.wrapping_shr(operand),
                     0x80 => a.wrapping_neg(),
                     0xa0 => a ^ operand,
                     _ => return None,
@@ -302,6 +303,26 @@ mod tests {
             libc::SYS_mmap as u32,
             &[0, 4096, 3, 1, 3, 0]
         ));
+    }
+
+    #[test]
+    fn shifts_take_five_bits_of_the_register() {
+        let step = |code, k| Instruction {
+            code,
+            jt: 0,
+            jf: 0,
+            k,
+        };
+        // X = 32; A = ALLOW; A <<= X; return A
+        for code in [0x6c, 0x7c] {
+            let filter = [
+                step(0x01, 32),
+                step(0x00, ALLOW),
+                step(code, 0),
+                step(0x16, 0),
+            ];
+            assert!(allows(&filter, 0, &[0; 6]), "{code:#x}");
+        }
     }
 
     #[test]

@@ -5,13 +5,14 @@
 #![expect(unsafe_code, reason = "ptrace requests that nix does not wrap")]
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::ptrace;
 use nix::unistd::Pid;
+
+use crate::target::text;
 
 /// Why a thread could not be stopped or read.
 #[derive(Debug, thiserror::Error)]
@@ -403,7 +404,7 @@ fn blocked(tid: i32) -> u64 {
 
 /// The signals that a process has handlers for, as a mask; all if that cannot be read.
 fn caught(tid: i32) -> u64 {
-    fs::read_to_string(format!("/proc/{tid}/status"))
+    text::read(format!("/proc/{tid}/status"))
         .ok()
         .and_then(|status| {
             let hex = status
@@ -458,7 +459,17 @@ pub fn stop_all(
     loop {
         let mut fresh = Vec::new();
         let tids = list().filter(|tids| !tids.is_empty());
-        for tid in tids.ok_or(ThreadError::NoList)? {
+        let tids = tids.ok_or(ThreadError::NoList)?;
+        // One that starts new threads as fast as they are stopped must not keep us for ever.
+        if Instant::now() >= deadline
+            && let Some(&tid) = tids
+                .iter()
+                .find(|&&tid| stopped.iter().all(|it| it.tid != tid))
+        {
+            let waited_ms = limit.as_millis();
+            return Err(ThreadError::DoesNotStop { tid, waited_ms });
+        }
+        for &tid in &tids {
             if stopped.iter().any(|thread| thread.tid == tid) {
                 continue;
             }
@@ -472,6 +483,9 @@ pub fn stop_all(
         }
         let since = *since.get_or_insert_with(Instant::now);
         if fresh.is_empty() {
+            // Some may have ended before they were seized, and another process's threads have got their ids. While they
+            // stand still they keep them.
+            stopped.retain(|thread| tids.contains(&thread.tid));
             return Ok((stopped, since));
         }
         fresh.retain(|seized| seized.interrupt().is_ok());
@@ -530,7 +544,7 @@ pub fn check_stoppable(list: impl Fn() -> Option<Vec<i32>>) -> Result<(), Thread
 
 /// How often a thread went to sleep so far.
 fn switches_of(tid: i32) -> Option<u64> {
-    let status = fs::read_to_string(format!("/proc/{tid}/status")).ok()?;
+    let status = text::read(format!("/proc/{tid}/status")).ok()?;
     let line = status
         .lines()
         .find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))?;
@@ -565,7 +579,7 @@ static SEIZED: Mutex<BTreeSet<i32>> = Mutex::new(BTreeSet::new());
 
 /// The thread that traces `tid`, if one does.
 fn tracer_of(tid: i32) -> Option<i32> {
-    let status = fs::read_to_string(format!("/proc/{tid}/status")).ok()?;
+    let status = text::read(format!("/proc/{tid}/status")).ok()?;
     let line = status
         .lines()
         .find_map(|line| line.strip_prefix("TracerPid:"))?;
@@ -578,12 +592,76 @@ fn has_ended(tid: i32) -> bool {
 
 /// The kernel's letter for what a thread does; `None` if there is no such thread.
 fn state_of(tid: i32) -> Option<char> {
+    state_in(&text::read(format!("/proc/{tid}/stat")).ok()?)
+}
+
+/// The same, from the text of `/proc/TID/stat`.
+pub(crate) fn state_in(stat: &str) -> Option<char> {
     // It follows the name, which is in brackets and may hold anything.
-    let stat = fs::read_to_string(format!("/proc/{tid}/stat")).ok()?;
     stat.rsplit(')').next()?.trim_start().chars().next()
 }
 
 fn zero_regs() -> libc::user_regs_struct {
     // SAFETY: `user_regs_struct` is plain integers, for which all zeros is a value.
     unsafe { std::mem::zeroed() }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::process::{Child, Command};
+
+    use super::*;
+
+    struct Sleepers(RefCell<Vec<Child>>);
+
+    impl Sleepers {
+        fn one_more(&self) -> i32 {
+            let child = Command::new("sleep").arg("60").spawn().expect("a child");
+            let tid = child.id() as i32;
+            self.0.borrow_mut().push(child);
+            tid
+        }
+    }
+
+    impl Drop for Sleepers {
+        fn drop(&mut self) {
+            for child in self.0.get_mut() {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_thread_of_the_target_is_let_go() {
+        let sleepers = Sleepers(RefCell::default());
+        let (ours, strange) = (sleepers.one_more(), sleepers.one_more());
+        // As if the second had ended and its id been taken before it was seized.
+        let lists = RefCell::new(vec![vec![ours], vec![ours, strange]]);
+        let list = || lists.borrow_mut().pop();
+        let (stopped, _) = stop_all(list, Duration::from_secs(5)).expect("they sleep");
+        let tids: Vec<i32> = stopped.iter().map(|thread| thread.tid).collect();
+        assert_eq!(tids, [ours]);
+        assert_eq!(
+            (tracer_of(ours).is_some(), tracer_of(strange)),
+            (true, None)
+        );
+    }
+
+    #[test]
+    fn threads_without_end_are_given_up() {
+        let sleepers = Sleepers(RefCell::default());
+        let tids = RefCell::new(Vec::new());
+        let list = || {
+            tids.borrow_mut().push(sleepers.one_more());
+            Some(tids.borrow().clone())
+        };
+        let given_up = stop_all(list, Duration::from_millis(100)).expect_err("there are ever more");
+        assert!(
+            matches!(given_up, ThreadError::DoesNotStop { .. }),
+            "{given_up}"
+        );
+        assert!(tids.borrow().iter().all(|&tid| tracer_of(tid).is_none()));
+    }
 }

@@ -5,9 +5,11 @@ use std::io;
 use std::time::Instant;
 
 use cmt_common::event::{CopyCookie, CopyKey, phase};
+use procfs::process::Process;
 
 use super::link::Links;
 use super::programs::Probes;
+use crate::target::maps;
 
 /// Calls of one measurement.
 const CALLS: u32 = 300;
@@ -69,10 +71,9 @@ fn run() -> u64 {
 /// The offset in this program's own file of the code at `address`.
 fn own_offset(address: u64) -> Option<u64> {
     let exe = fs::read_link("/proc/self/exe").ok()?;
-    let maps = procfs::process::Process::myself().ok()?.maps().ok()?;
+    let maps = maps::of(&Process::myself().ok()?).ok()?;
     maps.iter().find_map(|map| {
-        let (start, end) = map.address;
-        let own = matches!(&map.pathname, procfs::process::MMapPath::Path(path) if *path == exe);
-        (own && (start..end).contains(&address)).then(|| address - start + map.offset)
+        let own = map.path() == Some(&*exe);
+        (own && map.contains(address)).then(|| address - map.start + map.offset)
     })
 }

@@ -2,27 +2,34 @@
 //!
 //! A library counts by what it exports, not by its name, and is read through the mapping itself
 //! (`/proc/PID/map_files`): so containers, deleted files and several copies are right.
+//!
+//! The file is the target's: it may be anything, of any size, and be exchanged at any moment. So it is opened once, and
+//! the kernel is given what was opened, not the path; and no more of it is read than a library can have to say.
 
 use std::collections::HashMap;
+use std::ffi::OsString;
 use std::fs::File;
 use std::io;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 use cmt_common::api::{ALLOC_FNS, COPY_FNS};
-use object::read::elf::{FileHeader as _, ProgramHeader as _, Sym as _};
-use object::{Endianness, ReadCache, elf};
-use procfs::process::{MMPermissions, MMapPath, MemoryMap};
+use object::read::elf::{FileHeader as _, ProgramHeader as _, SectionHeader as _, Sym as _};
+use object::{Endianness, ReadCache, ReadRef, elf};
 
 use super::ProbeError;
+use crate::target::file::{Access, open_regular, path_of};
+use crate::target::maps::{FileId, Mapping};
+use crate::target::text::printable;
 
-/// Identity of a mapped file: device and inode as `/proc/PID/maps` shows them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct FileId {
-    device: (i32, i32),
-    inode: u64,
-}
+/// No sane library has longer tables of dynamic symbols and of their names, in bytes: those of libtorch_cpu.so take some
+/// 10 and 60 MiB.
+const MOST_SYMBOLS: u64 = 64 << 20;
+const MOST_NAMES: u64 = 256 << 20;
+/// No sane library exports one name more often, in several versions.
+const MOST_VERSIONS: usize = 4;
 
 /// An executable file mapping of a process.
 #[derive(Clone, Debug)]
@@ -37,7 +44,7 @@ pub struct Mapped {
 
 /// What a probe goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Site {
+pub(crate) struct Site {
     /// Position in the table of functions.
     pub function: usize,
     /// Offset in the file.
@@ -49,41 +56,43 @@ pub(super) struct Site {
 pub struct Library {
     /// Where it was found.
     pub mapped: Mapped,
-    /// The path by which it could be opened.
-    pub(super) open: PathBuf,
+    /// The file that was read.
+    file: Arc<File>,
     pub(super) copies: Vec<Site>,
     pub(super) allocations: Vec<Site>,
 }
 
 impl Mapped {
     /// The file behind `map` in process `pid`, if it is an executable mapping of a file.
-    pub fn executable(pid: u32, map: &MemoryMap) -> Option<Self> {
-        let MMapPath::Path(path) = &map.pathname else {
-            return None;
-        };
-        if !map.perms.contains(MMPermissions::EXECUTE) || map.inode == 0 {
+    pub fn executable(pid: u32, map: &Mapping) -> Option<Self> {
+        let path = map.path()?;
+        if !map.executable || !map.is_file() {
             return None;
         }
-        let (start, end) = map.address;
+        let (start, end) = (map.start, map.end);
+        let mut below_root = format!("/proc/{pid}/root").into_bytes();
+        below_root.extend_from_slice(path.as_os_str().as_bytes());
         Some(Self {
-            id: FileId {
-                device: map.dev,
-                inode: map.inode,
-            },
-            path: path.clone(),
+            id: map.file,
+            path: path.to_owned(),
             open: [
                 format!("/proc/{pid}/map_files/{start:x}-{end:x}").into(),
-                format!("/proc/{pid}/root{}", path.display()).into(),
+                OsString::from_vec(below_root).into(),
             ],
         })
     }
 
     /// File name, for messages.
     pub fn name(&self) -> String {
-        self.path.file_name().map_or_else(
-            || self.path.display().to_string(),
-            |name| name.to_string_lossy().into_owned(),
-        )
+        match self.path.file_name() {
+            Some(name) => printable(&name.to_string_lossy()),
+            None => self.shown(),
+        }
+    }
+
+    /// Its path, for messages.
+    pub fn shown(&self) -> String {
+        printable(&self.path.to_string_lossy())
     }
 }
 
@@ -92,23 +101,21 @@ impl Library {
     /// this machine.
     pub fn read(mapped: &Mapped) -> Result<Option<Self>, ProbeError> {
         let failed = |source| ProbeError::Library {
-            path: mapped.path.display().to_string(),
+            path: mapped.shown(),
             source,
         };
         let mut opened = None;
         let mut error = io::Error::from_raw_os_error(libc::ENOENT);
         for path in &mapped.open {
-            match File::open(path) {
+            match open_regular(path, Access::Read) {
                 Ok(file) => {
-                    opened = Some((file, path.clone()));
+                    opened = Some(file);
                     break;
                 }
                 Err(found) => error = found,
             }
         }
-        let Some((file, open)) = opened else {
-            return Err(failed(error));
-        };
+        let file = opened.ok_or_else(|| failed(error))?;
         let (mut copies, mut allocations) = match exports(&file) {
             Ok(found) => found,
             // Not an ELF file of this machine: a JIT's cache, a Java archive.
@@ -127,25 +134,23 @@ impl Library {
         }
         Ok(Some(Self {
             mapped: mapped.clone(),
-            open,
+            file: Arc::new(file),
             copies,
             allocations,
         }))
     }
 
-    /// The same library, opened through another process that maps it.
+    /// The same library as another process maps it.
     pub fn through(&self, mapped: &Mapped) -> Self {
-        let way = self
-            .mapped
-            .open
-            .iter()
-            .position(|path| *path == self.open)
-            .unwrap_or(0);
         Self {
             mapped: mapped.clone(),
-            open: mapped.open[way].clone(),
             ..self.clone()
         }
+    }
+
+    /// The path to give to the kernel: of the very file that was read, as long as this library lives.
+    pub(super) fn open(&self) -> PathBuf {
+        path_of(&self.file)
     }
 
     /// Number of functions that get probes.
@@ -173,35 +178,71 @@ static KNOWN: LazyLock<HashMap<&'static [u8], Known>> = LazyLock::new(|| {
     copies.chain(allocations).collect()
 });
 
+/// Bytes of the longest name in the tables.
+static LONGEST: LazyLock<usize> =
+    LazyLock::new(|| KNOWN.keys().map(|name| name.len()).max().unwrap_or(0));
+
 /// File offsets of the exported functions that the tables know: copies, allocations.
-fn exports(file: &File) -> object::Result<(Vec<Site>, Vec<Site>)> {
-    let data = ReadCache::new(file);
-    let data = &data;
+///
+/// The numbers of segments and sections are taken from the header alone: files that are no libraries have wider ones.
+pub(crate) fn exports(file: &File) -> object::Result<(Vec<Site>, Vec<Site>)> {
+    let data = &ReadCache::new(file);
     let header = elf::FileHeader64::<Endianness>::parse(data)?;
     let endian = header.endian()?;
     let (mut copies, mut allocations) = (Vec::new(), Vec::new());
     if header.e_machine(endian) != elf::EM_X86_64 {
         return Ok((copies, allocations));
     }
-    let segments = header.program_headers(endian, data)?;
-    let sections = header.sections(endian, data)?;
-    let symbols = sections.symbols(endian, data, elf::SHT_DYNSYM)?;
-    for symbol in symbols.iter() {
+    let segments: &[elf::ProgramHeader64<Endianness>] = data
+        .read_slice_at(header.e_phoff(endian), header.e_phnum(endian).into())
+        .unwrap_or_default();
+    let sections: &[elf::SectionHeader64<Endianness>] = data
+        .read_slice_at(header.e_shoff(endian), header.e_shnum(endian).into())
+        .unwrap_or_default();
+    let Some(symbols) = sections
+        .iter()
+        .find(|section| section.sh_type(endian) == elf::SHT_DYNSYM)
+    else {
+        return Ok((copies, allocations));
+    };
+    let Some(names) = sections.get(symbols.sh_link(endian) as usize) else {
+        return Ok((copies, allocations));
+    };
+    if symbols.sh_size(endian) > MOST_SYMBOLS || names.sh_size(endian) > MOST_NAMES {
+        return Ok((copies, allocations));
+    }
+    let names = names.data(endian, data)?;
+    let symbols: &[elf::Sym64<Endianness>] = symbols.data_as_array(endian, data)?;
+    let mut versions = HashMap::new();
+    for symbol in symbols {
         if symbol.st_type() != elf::STT_FUNC || symbol.is_undefined(endian) {
             continue;
         }
-        let Some(known) = KNOWN.get(symbols.symbol_name(endian, symbol)?) else {
+        let Some((name, known)) = known_at(names, symbol.st_name(endian)) else {
             continue;
         };
         let Some(offset) = file_offset(segments, endian, symbol.st_value(endian)) else {
             continue;
         };
-        match *known {
+        let version = versions.entry(name).or_insert(0);
+        *version += 1;
+        if *version > MOST_VERSIONS {
+            continue;
+        }
+        match known {
             Known::Copy(function) => copies.push(Site { function, offset }),
             Known::Allocation(function) => allocations.push(Site { function, offset }),
         }
     }
     Ok((copies, allocations))
+}
+
+/// The name that begins at `offset`, if the tables know it.
+fn known_at(names: &[u8], offset: u32) -> Option<(&[u8], Known)> {
+    let rest = names.get(offset as usize..)?;
+    let end = rest.iter().take(*LONGEST + 1).position(|&byte| byte == 0)?;
+    let name = &rest[..end];
+    Some((name, *KNOWN.get(name)?))
 }
 
 fn file_offset(
@@ -214,7 +255,10 @@ fn file_offset(
         .filter(|segment| segment.p_type(endian) == elf::PT_LOAD)
         .find_map(|segment| {
             let within = address.checked_sub(segment.p_vaddr(endian))?;
-            (within < segment.p_filesz(endian)).then(|| segment.p_offset(endian) + within)
+            if within >= segment.p_filesz(endian) {
+                return None;
+            }
+            segment.p_offset(endian).checked_add(within)
         })
 }
 

@@ -15,6 +15,7 @@ use cmt_common::event::{Call, CopyKey, CopyStat, LOST_REASONS, Lost, MOST_NESTED
 use cmt_common::range::{PID_BITS, RESERVED, RangeKey, RangePrefix, RangeValue, next_part};
 
 use super::ProbeError;
+use crate::target::text::printable;
 
 macro_rules! pod {
     ($($name:ident($inner:ty)),*) => {$(
@@ -119,7 +120,7 @@ impl Maps {
             .iter()
             .position(|byte| *byte == 0)
             .unwrap_or(comm.len());
-        Some(String::from_utf8_lossy(&comm[..end]).into_owned())
+        Some(printable(&String::from_utf8_lossy(&comm[..end])))
     }
 
     /// Makes room that threads hold which ended within a copy.

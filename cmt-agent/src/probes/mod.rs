@@ -3,7 +3,7 @@
 //! Knows libraries, programs and links; knows nothing of what is counted (that is `trace`).
 
 mod cost;
-mod library;
+pub(crate) mod library;
 mod link;
 mod load;
 mod maps;
@@ -16,7 +16,7 @@ use std::io;
 use thiserror::Error;
 
 pub use cost::pair_ns;
-pub use library::{FileId, Library, Mapped};
+pub use library::{Library, Mapped};
 pub use link::{Links, Target, detach};
 pub use maps::{CopyStats, Maps};
 pub use programs::{Probes, Reach};

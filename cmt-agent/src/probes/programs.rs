@@ -98,6 +98,7 @@ impl Probes {
         let allocations = points(&library.allocations, |function| {
             AllocCookie::new(&ALLOC_FNS[function], number).0
         });
+        let file = library.open();
         let mut links = Links::default();
         // Returns first: a call that was entered in between returns to a probe that does not know it, which is harmless.
         for (program, points) in [
@@ -106,11 +107,11 @@ impl Probes {
             (COPY_LEAVE, &copies),
             (COPY_ENTER, &copies),
         ] {
-            self.place(program, &library.open, points, pid, &mut links)
+            self.place(program, &file, points, pid, &mut links)
                 .map_err(|source| match source.raw_os_error() {
                     Some(libc::EPERM | libc::EACCES) => ProbeError::of("a uprobe", source),
                     _ => ProbeError::Attach {
-                        path: library.mapped.path.display().to_string(),
+                        path: library.mapped.shown(),
                         source,
                     },
                 })?;

@@ -23,6 +23,12 @@ impl Memory {
         Ok(Self { file })
     }
 
+    /// The contents of `file` as if they stood in memory from address 0 on.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub fn of_file(file: File) -> Self {
+        Self { file }
+    }
+
     /// Fills `buffer` from `address` on.
     pub fn read(&self, address: u64, buffer: &mut [u8]) -> io::Result<()> {
         self.file.read_exact_at(buffer, address)
@@ -35,7 +41,7 @@ impl Memory {
         while filled < most {
             match self
                 .file
-                .read_at(&mut buffer[filled..], address + filled as u64)
+                .read_at(&mut buffer[filled..], address.wrapping_add(filled as u64))
             {
                 Ok(0) | Err(_) => break,
                 Ok(count) => filled += count,

@@ -2,19 +2,21 @@
 //!
 //! Nothing here changes the target. Every refusal names the cause and the remedy.
 
+pub mod file;
+pub mod maps;
 pub mod memory;
 pub mod symbols;
+pub mod text;
 
 use std::io;
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
 
 use cmt_common::api::{COPY_FNS, DRIVER_FNS, HOOKED};
 use cmt_common::control::{CONTROL_NAME, PAYLOAD_NAME};
 use nix::unistd::Uid;
 use procfs::ProcError;
-use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process};
+use procfs::process::Process;
 
+use maps::Mapping;
 use memory::Memory;
 use symbols::{Symbol, Symbols, SymbolsError};
 
@@ -24,6 +26,14 @@ pub enum TargetError {
     /// There is no such process.
     #[error("there is no process {pid}; `cmt status` and `pgrep -a` list what runs")]
     NoSuchProcess {
+        /// As given.
+        pid: u32,
+    },
+    /// It is not the one that was looked at before.
+    #[error(
+        "process {pid} has ended or become another program meanwhile; nothing was changed in what runs now"
+    )]
+    Replaced {
         /// As given.
         pid: u32,
     },
@@ -214,6 +224,24 @@ pub struct Cuda {
     pub driver: [Option<Symbol>; DRIVER_FNS.len()],
 }
 
+/// What tells a running program from another, later one in its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Identity {
+    /// When the process started, in clock ticks: tells it from a later one with the same id.
+    started: u64,
+    /// Where its stack begins, which is random: tells it from a program that it became by exec.
+    stack: u64,
+}
+
+impl Identity {
+    fn of(stat: &procfs::process::Stat) -> Self {
+        Self {
+            started: stat.starttime,
+            stack: stat.startstack,
+        }
+    }
+}
+
 /// A process that has passed the preflight.
 #[derive(Debug)]
 pub struct Target {
@@ -224,8 +252,9 @@ pub struct Target {
     /// Its memory.
     pub memory: Memory,
     /// Its mappings at the time of the preflight.
-    pub maps: Vec<MemoryMap>,
+    pub maps: Vec<Mapping>,
     process: Process,
+    identity: Identity,
 }
 
 impl Target {
@@ -240,12 +269,12 @@ impl Target {
         }
         let number = i32::try_from(pid).map_err(|_| TargetError::NoSuchProcess { pid })?;
         let process = Process::new(number).map_err(gone)?;
-        let status = process.status().map_err(gone)?;
+        let status = text::status(&process).map_err(gone)?;
         // `/proc/TID` answers for a thread too; only process ids are meant.
         if status.tgid != number {
             return Err(TargetError::NoSuchProcess { pid });
         }
-        let comm = status.name.clone();
+        let comm = text::comm(&process).map_err(gone)?;
         let no_permission = || TargetError::NoPermission {
             pid,
             comm: comm.clone(),
@@ -255,7 +284,9 @@ impl Target {
                 false => "run cmt as root (sudo cmt …)",
             },
         };
-        if process.stat().map_err(gone)?.flags & PF_KTHREAD != 0 {
+        let stat = process.stat().map_err(gone)?;
+        let identity = Identity::of(&stat);
+        if stat.flags & PF_KTHREAD != 0 {
             return Err(TargetError::KernelThread { pid, comm });
         }
         match status.state.chars().next() {
@@ -273,8 +304,8 @@ impl Target {
         if status.seccomp == Some(1) {
             return Err(TargetError::StrictSeccomp { pid, comm });
         }
-        let maps = match process.maps() {
-            Ok(maps) => maps.0,
+        let maps = match maps::of(&process) {
+            Ok(maps) => maps,
             Err(ProcError::PermissionDenied(_)) => return Err(no_permission()),
             Err(error) => return Err(gone(error)),
         };
@@ -295,6 +326,7 @@ impl Target {
             memory,
             maps,
             process,
+            identity,
         };
         target.check_libc()?;
         Ok(target)
@@ -328,16 +360,40 @@ impl Target {
             .map_or(true, |stat| matches!(stat.state, 'Z' | 'X'))
     }
 
+    /// Clock ticks from the start of the machine to that of the process: tells it from a later one with the same id.
+    pub fn started(&self) -> u64 {
+        self.identity.started
+    }
+
+    /// True if the process still runs the program that it ran at the preflight. Where all its threads stand still it goes
+    /// on doing so.
+    ///
+    /// By exec it may become a program with more rights than it has itself, which it must not make us change.
+    pub fn is_same_program(&self) -> bool {
+        self.process
+            .stat()
+            .is_ok_and(|stat| Identity::of(&stat) == self.identity)
+    }
+
+    /// Refuses a process that runs another program than at the preflight.
+    pub fn check_same_program(&self) -> Result<(), TargetError> {
+        match self.is_same_program() {
+            true => Ok(()),
+            false => Err(TargetError::Replaced { pid: self.pid }),
+        }
+    }
+
+    /// True if `tid` is one of its threads, and not one of another process that got the id since.
+    pub fn has_thread(&self, tid: i32) -> bool {
+        self.process.task_from_tid(tid).is_ok()
+    }
+
     /// Reads the mappings again.
     pub fn refresh_maps(&mut self) -> Result<(), TargetError> {
-        self.maps = self
-            .process
-            .maps()
-            .map_err(|source| TargetError::Proc {
-                pid: self.pid,
-                source,
-            })?
-            .0;
+        self.maps = maps::of(&self.process).map_err(|source| TargetError::Proc {
+            pid: self.pid,
+            source,
+        })?;
         Ok(())
     }
 
@@ -354,10 +410,9 @@ impl Target {
     ///
     /// Only mappings that the target itself can write count: nothing is opened for it that it could not open.
     pub fn control_addresses(&self) -> Vec<u64> {
-        let own = MMPermissions::READ | MMPermissions::WRITE | MMPermissions::SHARED;
         self.memfd_maps(CONTROL_NAME)
-            .filter(|map| map.perms.contains(own))
-            .map(|map| map.address.0)
+            .filter(|map| map.readable && map.writable && map.shared)
+            .map(|map| map.start)
             .collect()
     }
 
@@ -365,8 +420,8 @@ impl Target {
     pub fn control_inode(&mut self, address: u64) -> Result<Option<u64>, TargetError> {
         self.refresh_maps()?;
         let there = self.control_addresses().contains(&address);
-        let map = self.maps.iter().find(|map| map.address.0 == address);
-        Ok(map.filter(|_| there).map(|map| map.inode))
+        let map = self.maps.iter().find(|map| map.start == address);
+        Ok(map.filter(|_| there).map(Mapping::inode))
     }
 
     /// Whether it has a `/proc` where one is expected.
@@ -378,7 +433,7 @@ impl Target {
 
     /// The process id that the process sees itself under (its own pid namespace's).
     pub fn own_pid(&self) -> Option<u32> {
-        let status = self.process.status().ok()?;
+        let status = text::status(&self.process).ok()?;
         status
             .nspid?
             .last()
@@ -387,33 +442,18 @@ impl Target {
 
     /// True if `address` lies in an executable mapping of the payload.
     pub fn is_payload_code(&self, address: u64) -> bool {
-        self.memfd_maps(PAYLOAD_NAME).any(|map| {
-            map.perms.contains(MMPermissions::EXECUTE)
-                && (map.address.0..map.address.1).contains(&address)
-        })
+        self.memfd_maps(PAYLOAD_NAME)
+            .any(|map| map.executable && map.contains(address))
     }
 
-    fn memfd_maps(&self, name: &str) -> impl Iterator<Item = &MemoryMap> {
+    fn memfd_maps(&self, name: &str) -> impl Iterator<Item = &Mapping> {
         let path = format!("/memfd:{name} (deleted)");
-        self.maps.iter().filter(move |map| {
-            matches!(&map.pathname, MMapPath::Path(found) if found.as_os_str().as_bytes() == path.as_bytes())
-        })
+        self.maps.iter().filter(move |map| map.is_called(&path))
     }
 
     /// Libraries and programs that the loader has loaded: file name and load address.
-    ///
-    /// A file that is only mapped to be read, as symbolizers do, has no executable mapping behind its first one.
     pub fn loaded(&self) -> impl Iterator<Item = (&str, u64)> {
-        self.maps.iter().enumerate().filter_map(|(index, first)| {
-            let same = |map: &&MemoryMap| (map.dev, map.inode) == (first.dev, first.inode);
-            let code = self.maps[index..]
-                .iter()
-                .filter(same)
-                .take_while(|map| map.offset != 0 || map.address == first.address)
-                .any(|map| map.perms.contains(MMPermissions::EXECUTE));
-            (first.offset == 0 && first.inode != 0 && code)
-                .then_some((file_name(first)?, first.address.0))
-        })
+        maps::loaded(&self.maps).into_iter()
     }
 
     /// Load address of the library whose file name satisfies `wanted`.
@@ -424,13 +464,12 @@ impl Target {
     }
 
     /// True for mappings of the program itself and of libraries that no program unloads.
-    pub fn stays_loaded(&self, map: &MemoryMap) -> bool {
+    pub fn stays_loaded(&self, map: &Mapping) -> bool {
         const STAY: [&str; 5] = ["libc", "libm", "libpthread", "libdl", "libcuda"];
         let program = self.process.exe().ok();
-        let is_program =
-            matches!(&map.pathname, MMapPath::Path(path) if Some(path) == program.as_ref());
+        let is_program = program.is_some() && map.path() == program.as_deref();
         is_program
-            || file_name(map).is_some_and(|name| {
+            || map.file_name().is_some_and(|name| {
                 STAY.iter().any(|stem| {
                     name.strip_prefix(stem)
                         .is_some_and(|rest| rest.starts_with(".so") || rest.starts_with("-2."))
@@ -440,13 +479,9 @@ impl Target {
 
     /// True if `address` lies in code that stands in a file.
     fn is_code(&self, address: u64) -> bool {
-        self.maps.iter().any(|map| {
-            (map.address.0..map.address.1).contains(&address)
-                && map
-                    .perms
-                    .contains(MMPermissions::READ | MMPermissions::EXECUTE)
-                && map.inode != 0
-        })
+        self.maps
+            .iter()
+            .any(|map| map.contains(address) && map.readable && map.executable && map.is_file())
     }
 
     /// The libc functions that the bootstrap needs.
@@ -529,17 +564,6 @@ impl Target {
 /// `PF_KTHREAD` of the kernel's `sched.h`.
 const PF_KTHREAD: u32 = 0x0020_0000;
 
-/// File name of a mapped file, without the mark that the kernel adds to deleted ones.
-fn file_name(map: &MemoryMap) -> Option<&str> {
-    match &map.pathname {
-        MMapPath::Path(path) => {
-            let name = Path::new(path).file_name()?.to_str()?;
-            Some(name.strip_suffix(" (deleted)").unwrap_or(name))
-        }
-        _ => None,
-    }
-}
-
 /// True for `libc.so.6` and for the older naming `libc-2.31.so`.
 pub fn is_library(found: &str, soname: &str) -> bool {
     let stem = soname.split(".so").next().unwrap_or(soname);
@@ -571,8 +595,44 @@ fn check_architecture(pid: u32, comm: &str) -> Result<(), TargetError> {
 /// Whether a ptrace attach is allowed, as far as it can be told without trying: root, or the same user.
 fn may_ptrace(status: &procfs::process::Status) -> bool {
     const CAP_SYS_PTRACE: u32 = 19;
-    let ours = Process::myself().and_then(|process| process.status());
+    let ours = Process::myself().and_then(|process| text::status(&process));
     let capable = ours.is_ok_and(|status| status.capeff >> CAP_SYS_PTRACE & 1 == 1);
     let euid = Uid::effective().as_raw();
     capable || (euid == status.ruid && euid == status.euid && euid == status.suid)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn a_program_that_came_by_exec_is_another_one() {
+        let mut child = Command::new("sh")
+            .args(["-c", "read line; exec sleep 60"])
+            .stdin(Stdio::piped())
+            .spawn()
+            .expect("a shell");
+        let mut stdin = child.stdin.take().expect("piped");
+        // Its loader may be at work still.
+        let target = loop {
+            match Target::open(child.id()) {
+                Err(TargetError::StaticBinary { .. }) => std::thread::yield_now(),
+                opened => break opened.expect("a program on glibc"),
+            }
+        };
+        assert!(target.is_same_program());
+        assert!(target.has_thread(child.id() as i32) && !target.has_thread(1));
+        stdin.write_all(b"\n").expect("it reads");
+        while text::comm(&target.process).expect("its name") != "sleep" {
+            std::thread::yield_now();
+        }
+        assert!(!target.is_same_program());
+        assert!(target.check_same_program().is_err());
+        child.kill().expect("our child");
+        child.wait().expect("our child");
+        assert!(!target.is_same_program());
+    }
 }

@@ -17,6 +17,8 @@ const ENDIAN: object::Endianness = object::Endianness::Little;
 /// No sane library has more dynamic symbols, or longer tables; a hostile one must not make us read without end.
 const MOST_SYMBOLS: u64 = 1 << 18;
 const MOST_STRINGS: u64 = 16 << 20;
+/// No function that we look for has a longer name.
+const LONGEST_NAME: usize = 64;
 
 /// Why symbols could not be read.
 #[derive(Debug, thiserror::Error)]
@@ -90,24 +92,25 @@ pub fn lookup(memory: &Memory, base: u64, name: &str) -> Option<Symbol> {
     let table = tables.gnu_hash?;
     let hash = elf::gnu_hash(name.as_bytes());
     let buckets = word32(memory, table).ok()?;
-    let first = u64::from(word32(memory, table + 4).ok()?);
-    let bloom = u64::from(word32(memory, table + 8).ok()?);
-    let buckets_at = table + 16 + bloom * 8;
-    let chains_at = buckets_at + u64::from(buckets) * 4;
+    let first = u64::from(word32(memory, table.wrapping_add(4)).ok()?);
+    let bloom = u64::from(word32(memory, table.wrapping_add(8)).ok()?);
+    let buckets_at = table.wrapping_add(16 + bloom * 8);
+    let chains_at = buckets_at.wrapping_add(u64::from(buckets) * 4);
     let slot = u64::from(hash.checked_rem(buckets)?);
-    let start = u64::from(word32(memory, buckets_at + slot * 4).ok()?);
+    let start = u64::from(word32(memory, buckets_at.wrapping_add(slot * 4)).ok()?);
     if start < first {
         return None;
     }
     for index in start..start + MOST_CHAIN {
-        let entry = word32(memory, chains_at + (index - first) * 4).ok()?;
+        let entry = word32(memory, chains_at.wrapping_add((index - first) * 4)).ok()?;
         if entry | 1 == hash | 1 {
-            let raw: [u8; SYMBOL_LEN as usize] =
-                memory.array(tables.symtab + index * SYMBOL_LEN).ok()?;
+            let raw: [u8; SYMBOL_LEN as usize] = memory
+                .array(tables.symtab.wrapping_add(index * SYMBOL_LEN))
+                .ok()?;
             let (sym, _) = pod::from_bytes::<elf::Sym64<object::Endianness>>(&raw).ok()?;
             let wanted: Vec<u8> = name.bytes().chain([0]).collect();
-            let found =
-                memory.read_up_to(tables.strtab + u64::from(sym.st_name(ENDIAN)), wanted.len());
+            let name_at = tables.strtab.wrapping_add(sym.st_name(ENDIAN).into());
+            let found = memory.read_up_to(name_at, wanted.len());
             if found == wanted && sym.st_shndx(ENDIAN) != elf::SHN_UNDEF {
                 return Some(Symbol {
                     address: tables.bias.wrapping_add(sym.st_value(ENDIAN)),
@@ -211,7 +214,9 @@ impl Image {
         let tables = Tables::open(memory, base)?;
         let symbols = match (tables.gnu_hash, tables.hash) {
             (Some(table), _) => gnu_hash_count(memory, table).map_err(at(table))?,
-            (None, Some(table)) => u64::from(word32(memory, table + 4).map_err(at(table))?),
+            (None, Some(table)) => {
+                u64::from(word32(memory, table.wrapping_add(4)).map_err(at(table))?)
+            }
             (None, None) => {
                 return Err(SymbolsError::NotElf {
                     base,
@@ -254,7 +259,7 @@ impl Image {
 
     fn name(&self, offset: u32) -> Option<&str> {
         let rest = self.strtab.get(offset as usize..)?;
-        let end = rest.iter().position(|&byte| byte == 0)?;
+        let end = rest.iter().take(LONGEST_NAME).position(|&byte| byte == 0)?;
         std::str::from_utf8(&rest[..end]).ok()
     }
 }
@@ -285,10 +290,10 @@ fn word32(memory: &Memory, address: u64) -> io::Result<u32> {
 /// Number of symbols by a GNU hash table: its last chain ends with the last symbol.
 fn gnu_hash_count(memory: &Memory, table: u64) -> io::Result<u64> {
     let buckets = u64::from(word32(memory, table)?);
-    let first = u64::from(word32(memory, table + 4)?);
-    let bloom = u64::from(word32(memory, table + 8)?);
-    let buckets_at = table + 16 + bloom * 8;
-    let chains_at = buckets_at + buckets * 4;
+    let first = u64::from(word32(memory, table.wrapping_add(4))?);
+    let bloom = u64::from(word32(memory, table.wrapping_add(8))?);
+    let buckets_at = table.wrapping_add(16 + bloom * 8);
+    let chains_at = buckets_at.wrapping_add(buckets * 4);
     let raw = memory.read_up_to(buckets_at, (buckets.min(MOST_SYMBOLS) * 4) as usize);
     let last = raw
         .chunks_exact(4)
@@ -299,7 +304,9 @@ fn gnu_hash_count(memory: &Memory, table: u64) -> io::Result<u64> {
         return Ok(first);
     }
     let mut index = u64::from(last);
-    while index < MOST_SYMBOLS && word32(memory, chains_at + (index - first) * 4)? & 1 == 0 {
+    while index < MOST_SYMBOLS
+        && word32(memory, chains_at.wrapping_add((index - first) * 4))? & 1 == 0
+    {
         index += 1;
     }
     Ok(index + 1)
@@ -308,18 +315,19 @@ fn gnu_hash_count(memory: &Memory, table: u64) -> io::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::target::maps;
 
     #[test]
     fn finds_functions_of_our_own_libc() {
         let pid = std::process::id();
         let memory = Memory::open(pid).expect("our own memory");
         let maps = procfs::process::Process::myself()
-            .and_then(|process| process.maps())
+            .and_then(|process| maps::of(&process))
             .expect("our own maps");
         let base = maps
             .iter()
-            .find(|map| matches!(&map.pathname, procfs::process::MMapPath::Path(path) if path.ends_with("libc.so.6")))
-            .map(|map| map.address.0)
+            .find(|map| map.file_name() == Some("libc.so.6"))
+            .map(|map| map.start)
             .expect("a libc");
         let symbols = Symbols::read(&memory, base).expect("symbols");
         let address = libc::getpid as *const () as u64;
@@ -331,6 +339,20 @@ mod tests {
             Some(address)
         );
         assert_eq!(lookup(&memory, base, "no_such_function"), None);
+    }
+
+    #[test]
+    fn endless_names_are_no_names() {
+        let image = Image {
+            base: 0,
+            bias: 0,
+            symtab: Vec::new(),
+            versym: Vec::new(),
+            strtab: [&b"malloc\0"[..], &vec![b'a'; 1 << 20], b"\0"].concat(),
+        };
+        assert_eq!(image.name(0), Some("malloc"));
+        assert_eq!(image.name(7), None);
+        assert_eq!(image.name(u32::MAX), None);
     }
 
     #[test]

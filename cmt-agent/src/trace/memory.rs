@@ -7,14 +7,15 @@
 use std::collections::HashMap;
 
 use cmt_common::api::MemoryKind;
-use procfs::process::{MMPermissions, MMapPath, MemoryMap};
+
+use crate::target::maps::Mapping;
 
 /// Smaller mappings without permission are guards of stacks and heaps; the driver deals in units of 2 MiB.
 const SMALLEST_RESERVE: u64 = 2 << 20;
 
 /// A range that the maps say something of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Range {
+pub(crate) struct Range {
     /// Its length.
     pub bytes: u64,
     /// What it is; `None` where the processor cannot reach it, which is where device memory is.
@@ -22,46 +23,33 @@ pub(super) struct Range {
 }
 
 /// All ranges that the maps say something of, by start.
-pub(super) fn ranges(maps: &[MemoryMap]) -> HashMap<u64, Range> {
+pub(crate) fn ranges(maps: &[Mapping]) -> HashMap<u64, Range> {
     maps.iter()
         .filter_map(|map| {
-            let (start, end) = map.address;
             let kind = kind(map)?;
-            let bytes = end - start;
-            Some((start, Range { bytes, kind }))
+            let bytes = map.end - map.start;
+            Some((map.start, Range { bytes, kind }))
         })
         .collect()
 }
 
 /// `None` for ordinary memory.
-fn kind(map: &MemoryMap) -> Option<Option<MemoryKind>> {
-    let reach = MMPermissions::READ | MMPermissions::WRITE | MMPermissions::EXECUTE;
-    let (start, end) = map.address;
-    match &map.pathname {
-        MMapPath::Anonymous if !map.perms.intersects(reach) => {
-            (end - start >= SMALLEST_RESERVE).then_some(None)
-        }
-        MMapPath::Path(path) if map.perms.contains(MMPermissions::SHARED) => {
-            if path.as_os_str() == "/dev/zero (deleted)" {
-                Some(Some(MemoryKind::Pinned))
-            } else if path.as_os_str() == "/dev/nvidia-uvm" && map.offset == start {
-                Some(Some(MemoryKind::Managed))
-            } else {
-                None
-            }
-        }
-        _ => None,
+fn kind(map: &Mapping) -> Option<Option<MemoryKind>> {
+    if map.is_called("") && !map.readable && !map.writable && !map.executable {
+        (map.end - map.start >= SMALLEST_RESERVE).then_some(None)
+    } else if map.shared && map.is_called("/dev/zero (deleted)") {
+        Some(Some(MemoryKind::Pinned))
+    } else if map.shared && map.is_called("/dev/nvidia-uvm") && map.offset == map.start {
+        Some(Some(MemoryKind::Managed))
+    } else {
+        None
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::io::Cursor;
-
-    use procfs::FromBufRead as _;
-    use procfs::process::MemoryMaps;
-
     use super::*;
+    use crate::target::maps;
 
     /// From a process that allocated 64 MiB managed, 2 MiB pinned and some device memory.
     const MAPS: [&str; 7] = [
@@ -76,10 +64,7 @@ mod tests {
 
     #[test]
     fn pinned_managed_and_reserved_ranges_are_told_apart() {
-        let maps = MemoryMaps::from_buf_read(Cursor::new(MAPS.join("\n")))
-            .expect("maps")
-            .into_iter()
-            .collect::<Vec<_>>();
+        let maps = maps::read(MAPS.join("\n").as_bytes()).expect("maps");
         let mut found: Vec<_> = ranges(&maps).into_iter().collect();
         found.sort_by_key(|(start, _)| *start);
         let range = |bytes, kind| Range { bytes, kind };

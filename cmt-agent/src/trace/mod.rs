@@ -1,7 +1,7 @@
 //! Traces the copies of live processes: probes on what they map now and later, and what the kernel counted so far.
 
 pub mod duration;
-mod memory;
+pub(crate) mod memory;
 pub mod report;
 mod scan;
 mod snapshot;

@@ -9,20 +9,28 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use cmt_common::event::{CopyKey, MAX_TARGETS, phase};
-use procfs::process::{MemoryMap, Process as Proc};
+use procfs::process::Process as Proc;
 
 use super::memory::{self, Range};
 use super::snapshot::{Process, Snapshot};
 use super::{Targets, TraceError};
 use crate::histogram::Stat;
 use crate::probes::{
-    FileId, Library, Links, Mapped, ProbeError, Probes, Target, in_first_pid_namespace, rights,
+    Library, Links, Mapped, ProbeError, Probes, Target, in_first_pid_namespace, rights,
 };
+use crate::target::maps::{self, FileId, Mapping};
+use crate::target::text;
 
 /// In a trace of all processes, a known one is looked at again once in so many scans.
 const KNOWN_EVERY: u32 = 4;
 /// In a trace of all processes, what ended ones counted leaves the kernel once in so many scans.
 const HARVEST_EVERY: u32 = 8;
+
+/// Libraries of one process that get probes. Each takes descriptors of ours, and no program has that many libcudart.
+const MOST_LIBRARIES: usize = 32;
+/// Files that are remembered, so that none is read again, and warnings that are kept.
+const MOST_FILES: usize = 1 << 16;
+const MOST_WARNINGS: usize = 100;
 
 /// What the tracer knows of its targets.
 pub(super) struct Scanner {
@@ -197,7 +205,11 @@ impl Scanner {
             .map(|(pid, _)| *pid)
             .collect();
         for pid in pids {
-            self.look_at(pid, probes)?;
+            match self.look_at(pid, probes) {
+                // One process must not keep the others from being traced.
+                Err(error) if self.named.is_none() => self.warn(error.to_string()),
+                result => result?,
+            }
         }
         if self.named.is_none() {
             self.processes.retain(|_, watched| !watched.ended);
@@ -273,7 +285,7 @@ impl Scanner {
         let Some(watched) = self.processes.get_mut(&pid) else {
             return Ok(());
         };
-        if watched.libraries.contains_key(&mapped.id) {
+        if watched.libraries.contains_key(&mapped.id) || watched.libraries.len() >= MOST_LIBRARIES {
             return Ok(());
         }
         let key = (mapped.id, mapped.path.clone());
@@ -320,7 +332,7 @@ impl Scanner {
         }
         log::info!(
             "process {pid}: {} has {} functions to probe",
-            mapped.path.display(),
+            mapped.shown(),
             library.functions()
         );
         watched.libraries.insert(mapped.id, mapped.name());
@@ -331,7 +343,7 @@ impl Scanner {
     fn look_at_memory(
         &mut self,
         pid: u32,
-        maps: &[MemoryMap],
+        maps: &[Mapping],
         probes: &mut Probes,
     ) -> Result<(), TraceError> {
         let Some(watched) = self.processes.get_mut(&pid) else {
@@ -391,10 +403,13 @@ impl Scanner {
             }
         }
         probes.maps.drop_dead_calls();
+        if self.files.len() > MOST_FILES {
+            self.files.clear();
+        }
     }
 
     fn warn(&mut self, warning: String) {
-        if !self.warnings.contains(&warning) {
+        if self.warnings.len() < MOST_WARNINGS && !self.warnings.contains(&warning) {
             self.warnings.push(warning);
         }
     }
@@ -419,7 +434,7 @@ impl Watched {
 /// Checks that `pid` names a process whose memory can be looked at.
 fn named_process(pid: u32, number: u16) -> Result<Watched, TraceError> {
     let gone = TraceError::NoSuchProcess { pid };
-    let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else {
+    let Ok(status) = text::read(format!("/proc/{pid}/status")) else {
         return Err(gone);
     };
     let leader = status
@@ -443,11 +458,11 @@ fn named_process(pid: u32, number: u16) -> Result<Watched, TraceError> {
 }
 
 /// The maps of a process; empty for a kernel thread and for one that has ended.
-fn read_maps(pid: u32) -> Result<Vec<MemoryMap>, String> {
-    match Proc::new(pid as i32).and_then(|process| process.maps()) {
+fn read_maps(pid: u32) -> Result<Vec<Mapping>, String> {
+    match Proc::new(pid as i32).and_then(|process| maps::of(&process)) {
         // The kernel shows no mapping at all of a process that we may not look at.
-        Ok(maps) if maps.0.is_empty() && has_memory(pid) => Err(rights::reason()),
-        Ok(maps) => Ok(maps.into_iter().collect()),
+        Ok(maps) if maps.is_empty() && has_memory(pid) => Err(rights::reason()),
+        Ok(maps) => Ok(maps),
         Err(procfs::ProcError::NotFound(_)) => Ok(Vec::new()),
         Err(procfs::ProcError::PermissionDenied(_)) => Err(rights::reason()),
         Err(error) => Err(error.to_string()),
@@ -468,6 +483,5 @@ fn start_time(pid: u32) -> Option<u64> {
 }
 
 fn comm(pid: u32) -> Option<String> {
-    let comm = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
-    Some(comm.trim_end().to_string())
+    text::comm(&Proc::new(pid as i32).ok()?).ok()
 }

@@ -9,7 +9,7 @@
 )]
 
 use std::fs::File;
-use std::io::{Error, ErrorKind, Seek};
+use std::io::{Error, ErrorKind, Read, Seek};
 #[cfg(feature = "frida")]
 use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd};
@@ -57,14 +57,17 @@ pub fn set_maps(file: Option<File>) {
 }
 
 fn mappings() -> Result<Vec<Mapping>, HookError> {
-    let text = match &mut *GIVEN_MAPS.lock().unwrap_or_else(PoisonError::into_inner) {
-        Some(file) => file.rewind().and_then(|()| std::io::read_to_string(file)),
-        None => std::fs::read_to_string("/proc/self/maps"),
+    let mut text = Vec::new();
+    let read = match &mut *GIVEN_MAPS.lock().unwrap_or_else(PoisonError::into_inner) {
+        Some(file) => file.rewind().and_then(|()| file.read_to_end(&mut text)),
+        None => File::open("/proc/self/maps").and_then(|mut file| file.read_to_end(&mut text)),
     };
-    let text = text.map_err(|source| HookError::System {
+    read.map_err(|source| HookError::System {
         call: "reading /proc/self/maps",
         source,
     })?;
+    // File names may be any bytes.
+    let text = String::from_utf8_lossy(&text);
     Ok(text.lines().filter_map(parse).collect())
 }
 
