@@ -5,6 +5,8 @@ pub mod commands;
 pub mod compare;
 pub mod cpus;
 pub mod doctor;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
 pub mod histogram;
 pub mod html;
 pub mod injector;

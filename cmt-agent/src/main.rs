@@ -7,6 +7,9 @@ use cmt_agent::bench::copier;
 use cmt_agent::commands::{attach, bench, detach, doctor, status, trace};
 use cmt_agent::{keeper, pipe};
 
+#[cfg(feature = "fuzzing")]
+compile_error!("built for fuzzing, cmt carries no payload; leave the feature `fuzzing` out");
+
 /// Shows how much time live GPU processes lose in pageable copies, and takes it back without a restart.
 #[derive(Parser)]
 #[command(name = "cmt", version, max_term_width = 80)]

@@ -50,7 +50,10 @@ pub(super) fn build(
 }
 
 /// A trampoline at `address`: the map of the window's instructions, and the code.
-fn trampoline(plan: &Plan, address: u64) -> Result<(Vec<Relocated>, Vec<u8>), HookError> {
+pub(super) fn trampoline(
+    plan: &Plan,
+    address: u64,
+) -> Result<(Vec<Relocated>, Vec<u8>), HookError> {
     let mut instructions = plan.kept.clone();
     instructions.extend_from_slice(&plan.moved);
     if !plan.leaves() {

@@ -6,6 +6,8 @@
 pub mod builtin;
 #[cfg(feature = "frida")]
 pub mod frida;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
 mod near;
 mod plan;
 

@@ -63,7 +63,11 @@ impl Plan {
     pub(super) fn new(function: Function) -> Result<Self, HookError> {
         let Function { address, size } = function;
         let scan = if size == 0 { SCAN_BYTES } else { size };
-        let mut code = read_code(address, scan)?;
+        Self::of_code(read_code(address, scan)?, address, size != 0)
+    }
+
+    /// The same for the bytes of a function at `address`: of all of it if `whole`, else of it and what stands behind it.
+    pub(super) fn of_code(mut code: Vec<u8>, address: u64, whole: bool) -> Result<Self, HookError> {
         reveal(&mut code, 0)?;
         if code.starts_with(&ENDBR64) {
             reveal(&mut code, ENDBR64.len())?;
@@ -123,7 +127,7 @@ impl Plan {
             });
         }
         let original = code[(window - address) as usize..(end - address) as usize].to_vec();
-        look_for_branches(&code, address, size != 0, window, end)?;
+        look_for_branches(&code, address, whole, window, end)?;
         Ok(Self {
             kept,
             moved,
