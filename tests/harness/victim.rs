@@ -187,7 +187,8 @@ impl Victim {
     /// Its threads and all its code, as they are now.
     #[track_caller]
     pub fn footprint(&self) -> Footprint {
-        let maps = fs::read_to_string(format!("/proc/{}/maps", self.pid)).expect("read its maps");
+        let maps = fs::read(format!("/proc/{}/maps", self.pid)).expect("read its maps");
+        let maps = String::from_utf8_lossy(&maps);
         let memory = File::open(format!("/proc/{}/mem", self.pid)).expect("open its memory");
         let mut code = Vec::new();
         for line in maps.lines() {

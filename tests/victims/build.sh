@@ -25,6 +25,8 @@ build() {
         contract_ends.c contract_memory.c contract_misuse.c contract_order.c contract_streams.c -L"$libs" -lcuda -ldl
     build victim-signals signals.c copying.c options.c api_driver.c -L"$libs" -lcuda
     build victim-odd odd.c copying.c options.c api_driver.c -L"$libs" -lcuda -ldl
+    build victim-hostile hostile.c copying.c options.c api_driver.c -L"$libs" -lcuda -ldl
+    build victim-own-malloc $copier api_driver.c allocator.c -fno-builtin -L"$libs" -lcuda
     build libconfine.so confine.c -shared -fPIC
     build victim-contain contain.c
     build victim-jumper jumper.c -rdynamic -fno-omit-frame-pointer
