@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use cmt_tests::{Rung, Victim, attach, cycles, refusal, require, spawn_cmt};
+use cmt_tests::{Rung, Victim, attach, cycles, detach, refusal, require, spawn_cmt};
 
 #[test]
 fn a_fibre_on_a_small_stack_is_left_alone() {
@@ -80,6 +80,70 @@ fn libc_is_mapped_as_data_too() {
     };
     let mut victim = Victim::start("victim-odd", ["libc-as-data"]);
     cycles(&mut victim, 3);
+    assert_eq!(victim.stop()["mismatches"], 0);
+}
+
+/// Attaches and detaches again and again; the victim copies nothing.
+#[track_caller]
+fn comes_and_goes(mut victim: Victim) {
+    let code = victim.code("libcuda.so");
+    for cycle in 0..60 {
+        let attached = attach(&victim);
+        assert!(victim.is_alive(), "cycle {cycle}: {attached:#?}");
+        assert_eq!(attached.code, Some(0), "cycle {cycle}: {attached:#?}");
+        detach(&victim);
+        assert!(victim.is_alive(), "cycle {cycle}: it has ended");
+        assert!(victim.code("libcuda.so") == code, "cycle {cycle}");
+    }
+    assert_eq!(victim.stop()["mismatches"], 0);
+}
+
+#[test]
+fn threads_that_stand_in_the_code_to_patch() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    // They do nothing but enter a function that is patched.
+    comes_and_goes(Victim::start("victim-prologue", [""; 0]));
+}
+
+#[test]
+fn signal_handlers_that_return_into_the_code_to_patch() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    comes_and_goes(Victim::start("victim-prologue", ["signals"]));
+}
+
+#[test]
+fn all_threads_are_in_malloc() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    comes_and_goes(Victim::start("victim-mallocs", [""; 0]));
+}
+
+#[test]
+fn all_threads_are_in_an_allocator_of_the_programs_own() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    // They are in or near it all the time, so that attach may find no place for its detour.
+    let mut victim = Victim::start("victim-own-mallocs", [""; 0]);
+    for _ in 0..3 {
+        let attached = attach(&victim);
+        assert!(victim.is_alive(), "{attached:#?}");
+        if attached.code == Some(0) {
+            detach(&victim);
+        } else {
+            let sentence = attached.refusal();
+            assert!(
+                sentence.contains("no thread was found in a safe place"),
+                "{sentence}"
+            );
+        }
+    }
+    // It ends with another code if one of them is stuck.
     assert_eq!(victim.stop()["mismatches"], 0);
 }
 

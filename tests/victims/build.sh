@@ -27,6 +27,10 @@ build() {
     build victim-odd odd.c copying.c options.c api_driver.c -L"$libs" -lcuda -ldl
     build victim-hostile hostile.c copying.c options.c api_driver.c -L"$libs" -lcuda -ldl
     build victim-own-malloc $copier api_driver.c allocator.c -fno-builtin -L"$libs" -lcuda
+    build victim-prologue prologue.c copying.c options.c api_driver.c -L"$libs" -lcuda -ldl
+    build victim-mallocs mallocs.c copying.c options.c api_driver.c -L"$libs" -lcuda
+    build victim-own-mallocs mallocs.c copying.c options.c api_driver.c -L"$libs" -lcuda -DOWN_ALLOCATOR \
+        -fno-builtin-malloc
     build libconfine.so confine.c -shared -fPIC
     build victim-contain contain.c
     build victim-jumper jumper.c -rdynamic -fno-omit-frame-pointer
