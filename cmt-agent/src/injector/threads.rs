@@ -275,9 +275,9 @@ impl Stopped {
     /// If the stop has made a system call return early with EINTR, lets the kernel start it again.
     ///
     /// Most calls are restarted by the kernel; these return EINTR after any stop (signal(7), "Interruption of system
-    /// calls and library functions by stop signals"). A signal whose handler will run must be seen by the call.
+    /// calls and library functions by stop signals"). Where a handler runs first, the kernel makes EINTR of this again.
     fn rewrite_eintr(&mut self) -> Result<(), ThreadError> {
-        if self.was_interrupted() && !self.will_run_handler() {
+        if self.was_interrupted() {
             self.regs.rax = -514i64 as u64; // -ERESTARTNOHAND
             self.set_regs()?;
         }
@@ -289,7 +289,7 @@ impl Stopped {
         let bit = |signal: i32| 1u64 << ((signal - 1) & 63);
         let waiting = pending(self.tid, false) | pending(self.tid, true);
         let signals = self.signal.map_or(0, bit) | (waiting & !blocked(self.tid));
-        // Reading this takes longer than all of the above, while every thread stands still.
+        // Reading this takes longer than all of the above.
         signals != 0 && signals & caught(self.tid) != 0
     }
 
