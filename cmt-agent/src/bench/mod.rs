@@ -136,7 +136,7 @@ pub fn run(settings: &Settings) -> anyhow::Result<Report> {
     machine.look_at_link();
     if !run.session.is_interrupted() {
         run.bar.set_message("attaching");
-        let attached = keeper::attach(run.session.pid(), &plan, threads)?;
+        let attached = keeper::attach(&target, &plan, threads)?;
         attach = Some(Attach {
             threads,
             patched: attached.patched.len(),
@@ -153,7 +153,7 @@ pub fn run(settings: &Settings) -> anyhow::Result<Report> {
         })?;
         tuned = (batches, staged);
         if !run.session.is_interrupted() {
-            keeper::detach(run.session.pid())?;
+            keeper::detach(&target)?;
             again = run.pass("stock again", |_| Ok(()))?;
         }
     }
