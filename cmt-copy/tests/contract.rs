@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use cmt_copy::plan::estimate;
 use cmt_copy::{Engine, Outcome, PassReason};
 use mock::{Context, Kind, Memory, within_30_s};
 
@@ -35,7 +34,7 @@ fn device(context: &Context, bytes: usize) -> Memory {
 #[test]
 fn an_upload_that_fits_does_not_wait_for_a_busy_stream() {
     let context = Context::new();
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let stream = context.stream();
     for bytes in [65_536, 300_001, 1 << 20, 3 << 20] {
         let mut target = device(&context, bytes);
@@ -97,7 +96,7 @@ fn an_upload_for_which_stock_waits_too_goes_on_when_the_stream_does() {
 #[test]
 fn a_busy_stream_fills_its_lane_and_holds_up_nobody_else() {
     let context = Context::new();
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let (busy, other) = (context.stream(), context.stream());
     let gate = busy.block();
     let bytes = 400_000;
@@ -171,7 +170,7 @@ fn uploads_and_downloads_queue_up_in_order_on_one_stream() {
 #[test]
 fn a_download_waits_for_the_work_before_it() {
     let context = Context::new();
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let stream = context.stream();
     for function in [mock::DTOH_ASYNC, mock::ANY_ASYNC] {
         let gate = stream.block();
@@ -200,7 +199,7 @@ fn a_download_waits_for_the_work_before_it() {
 #[test]
 fn a_new_stream_at_an_old_address_does_not_continue_the_old_ones_lane() {
     let context = Context::new();
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let old = context.stream();
     let gate = old.block();
     let mut first = device(&context, 1 << 20);
@@ -223,7 +222,7 @@ fn a_new_stream_at_an_old_address_does_not_continue_the_old_ones_lane() {
 #[test]
 fn a_threads_default_stream_does_not_continue_another_threads_lane() {
     let context = Context::new();
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let own = mock::per_thread_stream().expect("a context is current");
     let gate = own.block();
     let mut first = device(&context, 1 << 20);
@@ -266,7 +265,7 @@ fn a_long_wait_sleeps_and_disturbs_no_capture() {
     let (to, from) = (target.address(), source.address());
     // With completion words, with events, with neither.
     for (write_value_code, event_code) in [(0, 0), (801, 0), (801, 2)] {
-        let engine = mock::engine(estimate(2), 2);
+        let engine = mock::engine(mock::plan(2), 2);
         let write_code = &context.write_value_code;
         write_code.store(write_value_code, Ordering::Relaxed);
         context.event_code.store(event_code, Ordering::Relaxed);
@@ -329,7 +328,7 @@ fn quiet_lanes_of_one_context_make_room_for_another() {
 #[test]
 fn a_capturing_stream_is_left_alone() {
     let context = Context::new();
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let stream = context.stream();
     let mut target = device(&context, 1 << 20);
     let mut source = Memory::host(1 << 20, 0, 1);
@@ -349,7 +348,7 @@ fn a_capturing_stream_is_left_alone() {
 #[test]
 fn copies_that_are_not_between_pageable_and_device_memory_pass() {
     let context = Context::new();
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let bytes = 256 << 10;
     let mut host = Memory::host(bytes, 0, 1);
     let mut target = device(&context, bytes);
@@ -412,7 +411,7 @@ fn copies_that_are_not_between_pageable_and_device_memory_pass() {
 fn a_device_that_reads_pageable_memory_itself_is_left_to_stock() {
     let context = Context::new();
     context.host_page_tables.store(1, Ordering::Relaxed);
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let mut target = device(&context, 1 << 20);
     for _ in 0..2 {
         let outcome = upload(&engine, &mut target, 1 << 20, 0, 1);
@@ -423,7 +422,7 @@ fn a_device_that_reads_pageable_memory_itself_is_left_to_stock() {
 
 #[test]
 fn lanes_of_destroyed_contexts_serve_new_ones() {
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     for seed in 0..20 {
         let context = Context::new();
         let mut target = device(&context, 1 << 20);
@@ -444,7 +443,7 @@ fn lanes_of_destroyed_contexts_serve_new_ones() {
 #[test]
 fn the_end_waits_for_uploads_in_flight_and_leaks_what_stays_in_flight() {
     let context = Context::new();
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let (slow, stuck) = (context.stream(), context.stream());
     let (slow_gate, stuck_gate) = (slow.block(), stuck.block());
     let (mut first, mut second) = (device(&context, 1 << 20), device(&context, 1 << 20));
@@ -472,7 +471,7 @@ fn the_end_waits_for_uploads_in_flight_and_leaks_what_stays_in_flight() {
 #[test]
 fn twice_as_many_copies_as_lanes_at_once_are_staged_or_passed_and_right() {
     let context = Context::new();
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let staged = std::sync::atomic::AtomicU32::new(0);
     // On a slow machine some wait for a lane in vain.
     let is_staged = |outcome| {
@@ -518,7 +517,7 @@ fn twice_as_many_copies_as_lanes_at_once_are_staged_or_passed_and_right() {
 #[test]
 fn nobody_waits_for_copies_that_wait_for_a_busy_stream() {
     let context = Context::new();
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let streams: Vec<_> = (0..8).map(|_| context.stream()).collect();
     let gates: Vec<_> = streams.iter().map(|stream| stream.block()).collect();
     std::thread::scope(|scope| {
@@ -550,7 +549,7 @@ fn nobody_waits_for_copies_that_wait_for_a_busy_stream() {
 #[test]
 fn a_synchronous_upload_of_any_size_waits_for_the_work_before_it() {
     let context = Context::new();
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let legacy = &context.legacy;
     for (round, bytes) in [64 << 10, 300_001, 1 << 20, (1 << 20) + 1, 5 << 20]
         .into_iter()
@@ -589,7 +588,7 @@ fn a_synchronous_upload_of_any_size_waits_for_the_work_before_it() {
 fn a_synchronous_upload_is_complete_where_the_application_asked_for_that() {
     let (context, other) = (Context::new(), Context::new());
     context.make_current();
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let mut in_flight = 0;
     for round in 0..24u64 {
         let bytes = [64 << 10, 1 << 20, 3_000_001][round as usize % 3];

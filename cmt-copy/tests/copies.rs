@@ -5,7 +5,6 @@ mod mock;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use cmt_copy::plan::estimate;
 use cmt_copy::{Engine, Outcome, PassReason, Plan};
 use mock::{Context, Kind, Memory};
 use proptest::prelude::*;
@@ -107,7 +106,7 @@ proptest! {
 #[test]
 fn sixteen_threads_copy_at_once_through_one_engine() {
     let context = Context::new();
-    let engine = mock::engine(estimate(4), 4);
+    let engine = mock::engine(mock::plan(4), 4);
     std::thread::scope(|scope| {
         for thread in 0..16u64 {
             let (engine, context) = (&engine, &context);
@@ -136,7 +135,7 @@ fn sixteen_threads_copy_at_once_through_one_engine() {
 #[test]
 fn many_threads_share_the_legacy_stream() {
     let context = Context::new();
-    let engine = mock::engine(estimate(3), 3);
+    let engine = mock::engine(mock::plan(3), 3);
     std::thread::scope(|scope| {
         for thread in 0..6u64 {
             let (engine, context) = (&engine, &context);
@@ -210,7 +209,7 @@ fn the_plan_changes_while_copies_run() {
 #[test]
 fn nothing_is_started_or_pinned_before_the_first_copy_and_nothing_is_left_after_the_end() {
     let context = Context::new();
-    let engine = mock::engine(estimate(4), 4);
+    let engine = mock::engine(mock::plan(4), 4);
     assert_eq!(engine.cut_over(mock::HTOD), 65_536);
     assert_eq!(engine.cut_over(usize::MAX), usize::MAX);
     assert_eq!((engine.helpers(), engine.pinned_bytes()), (0, 0));

@@ -6,7 +6,6 @@ mod mock;
 
 use std::sync::atomic::Ordering;
 
-use cmt_copy::plan::estimate;
 use cmt_copy::{DriverError, Engine, Outcome, PassReason, Plan};
 use mock::{Context, Kind, Memory};
 
@@ -270,7 +269,7 @@ fn helpers_are_scheduled_as_the_program_not_as_the_thread_that_copies_first() {
 fn without_pinned_memory_copies_pass_and_it_is_not_asked_for_again_at_once() {
     let context = Context::new();
     context.register_code.store(2, Ordering::Relaxed);
-    let engine = mock::engine(estimate(2), 2);
+    let engine = mock::engine(mock::plan(2), 2);
     let none = Outcome::Pass(PassReason::NoPinnedMemory);
     assert_eq!(both_ways(&engine, &context, 1 << 20, 1), (none, none));
     let calls = context.register_calls.load(Ordering::Relaxed);

@@ -292,6 +292,18 @@ pub fn engine(plan: Plan, threads: u32) -> Engine {
     Engine::new(driver, plan, threads)
 }
 
+/// The estimate for `cpus` CPUs, but with uploads from 64 KiB up staged as well.
+pub fn plan(cpus: u32) -> Plan {
+    let mut plan = cmt_copy::plan::estimate(cpus);
+    plan.htod.rotate_right(1);
+    plan.htod[0] = plan.htod[1];
+    plan.htod[0].up_to_bytes = (64 << 10) - 1;
+    plan.htod[1] = plan.htod[2];
+    plan.htod[1].up_to_bytes = (1 << 20) - 1;
+    plan.htod[1].ring_bytes = 4 << 20;
+    plan
+}
+
 /// A plan with one row for everything.
 pub fn one_row(slot: u64, slice: u64, ring: u64, threads: u32, store: u32) -> Plan {
     let mut plan = Plan::NONE;
