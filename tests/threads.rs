@@ -93,7 +93,12 @@ fn comes_and_goes(mut victim: Victim) {
         assert_eq!(attached.code, Some(0), "cycle {cycle}: {attached:#?}");
         detach(&victim);
         assert!(victim.is_alive(), "cycle {cycle}: it has ended");
-        assert!(victim.code("libcuda.so") == code, "cycle {cycle}");
+        let now = victim.code("libcuda.so");
+        let differs = (0..code.len()).find(|&at| now[at] != code[at]);
+        assert_eq!(
+            differs, None,
+            "cycle {cycle}: libcuda's code at this offset"
+        );
     }
     assert_eq!(victim.stop()["mismatches"], 0);
 }
@@ -112,7 +117,7 @@ fn signal_handlers_that_return_into_the_code_to_patch() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    comes_and_goes(Victim::start("victim-prologue", ["signals"]));
+    comes_and_goes(Victim::start("victim-prologue", ["lingers"]));
 }
 
 #[test]

@@ -1,5 +1,7 @@
-/* Threads that do nothing but enter a copy function of the stand-in, which returns at once: at any moment some of them
- * stand in its first instructions. victim-prologue signals: and handlers that take their time interrupt them there. */
+/* Threads that do nothing but enter a copy function of the stand-in, which returns at once. They trap after every
+ * instruction, so that at any moment some of them stand in its first ones (a processor left to itself is hardly ever
+ * interrupted between two cheap ones). victim-prologue lingers: the trap's handler takes its time, so that they stand in
+ * that, and will return there. */
 #define _GNU_SOURCE
 #include "copying.h"
 
@@ -10,11 +12,11 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { THREADS = 4, OFF = 999, HANDLER_US = 300 };
+enum { THREADS = 4, OFF = 999, HANDLER_US = 50 };
 
 typedef int copy_function(CUdeviceptr, const void *, size_t);
 static copy_function *copy;
-static pthread_t threads[THREADS];
+static bool lingers;
 
 /* Has the entry points of the stand-in return OFF before anything else: `cmpl $0, standin_profiler(%rip)`. */
 static void switch_off(void)
@@ -30,26 +32,34 @@ static void switch_off(void)
     fail(EXIT_API, "the stand-in's entry points look differently");
 }
 
+static void trap_after_every_instruction(void)
+{
+    __asm__ volatile("pushfq\n"
+                     "orl $0x100, (%%rsp)\n"
+                     "popfq" ::
+                         : "cc", "memory");
+}
+
 static void *enter(void *argument)
 {
-    for (unsigned long calls = 1;; calls++) {
+    trap_after_every_instruction();
+    for (;;) {
         int code = copy(0, NULL, 0);
         if (code != OFF)
             fail(EXIT_MISMATCH, "a copy returned %d", code);
-        if (calls % 1024 == 0)
-            copies_done += 1024;
+        copies_done++;
     }
     return argument;
 }
 
-static void on_signal(int signal)
+static void on_trap(int signal)
 {
     (void)signal;
     struct timespec start, now;
     clock_gettime(CLOCK_MONOTONIC, &start);
     do
         clock_gettime(CLOCK_MONOTONIC, &now);
-    while ((now.tv_sec - start.tv_sec) * 1000000 + (now.tv_nsec - start.tv_nsec) / 1000 < HANDLER_US);
+    while (lingers && (now.tv_sec - start.tv_sec) * 1000000 + (now.tv_nsec - start.tv_nsec) / 1000 < HANDLER_US);
 }
 
 int main(int argc, char **argv)
@@ -61,16 +71,14 @@ int main(int argc, char **argv)
     if (!copy)
         fail(EXIT_API, "no cuMemcpyHtoD_v2");
     switch_off();
-    sigaction(SIGUSR2, &(struct sigaction){.sa_handler = on_signal, .sa_flags = SA_RESTART}, NULL);
-    for (int i = 0; i < THREADS; i++)
-        if (pthread_create(&threads[i], NULL, enter, NULL))
+    lingers = argc > 1 && !strcmp(argv[1], "lingers");
+    sigaction(SIGTRAP, &(struct sigaction){.sa_handler = on_trap, .sa_flags = SA_RESTART}, NULL);
+    for (int i = 0; i < THREADS; i++) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, enter, NULL))
             fail(EXIT_API, "cannot start a thread");
-    say_ready();
-    if (argc < 2 || strcmp(argv[1], "signals"))
-        for (;;)
-            pause();
-    for (int i = 0;; i++) {
-        pthread_kill(threads[i % THREADS], SIGUSR2);
-        usleep(100);
     }
+    say_ready();
+    for (;;)
+        pause();
 }
