@@ -454,6 +454,7 @@ pub fn stop_all(
     limit: Duration,
 ) -> Result<(Vec<Stopped>, Instant), ThreadError> {
     let deadline = Instant::now() + limit;
+    let mut pace = Pace::new(deadline);
     let mut stopped: Vec<Stopped> = Vec::new();
     let mut since = None;
     loop {
@@ -489,7 +490,6 @@ pub fn stop_all(
             return Ok((stopped, since));
         }
         fresh.retain(|seized| seized.interrupt().is_ok());
-        let mut pace = Pace::new(deadline);
         while !fresh.is_empty() {
             let mut outcome = Ok(());
             // Each as soon as it stops: until an interrupted call is rewritten, our death would leave it with EINTR.
