@@ -278,10 +278,11 @@ fn a_forked_child_runs_the_original_functions() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let args = ["--bytes", "4M", "--fork-at", "5", "--seconds", "8"];
+    let args = ["--bytes", "4M", "--fork-at", "signal"];
     let victim = Victim::start("victim-drv", args);
     attach_and_expect_success(&victim);
     let disabled = passed(&wait_until_staged(&victim), "disabled or forked");
+    victim.signal(libc::SIGUSR1);
     for _ in 0..600 {
         if passed(&status(&victim), "disabled or forked") > disabled {
             break;
@@ -291,7 +292,7 @@ fn a_forked_child_runs_the_original_functions() {
     // Not for want of a context: the child's copy is not even looked at.
     let now = passed(&status(&victim), "disabled or forked");
     assert_eq!(now, disabled + 1, "the child's only copy");
-    let account = victim.finish();
+    let account = victim.stop();
     assert_eq!(account["mismatches"], 0);
     assert_eq!(account["child_signal"], 0, "{account}");
 }

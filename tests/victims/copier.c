@@ -266,7 +266,7 @@ static void print_final(int child_status)
            (unsigned long long)mismatches);
     if (options.count_interrupted)
         printf(",\"interrupted\":%llu", (unsigned long long)interrupted_calls);
-    if (options.fork_at > 0)
+    if (options.fork_at != 0)
         printf(",\"child_exit\":%d,\"child_signal\":%d", WIFEXITED(child_status) ? WEXITSTATUS(child_status) : -1,
                WIFSIGNALED(child_status) ? WTERMSIG(child_status) : 0);
     printf("}\n");
@@ -316,6 +316,8 @@ int main(int argc, char **argv)
     sigemptyset(&wanted);
     sigaddset(&wanted, SIGTERM);
     sigaddset(&wanted, SIGINT);
+    if (options.fork_at < 0)
+        sigaddset(&wanted, SIGUSR1);
     pthread_sigmask(SIG_BLOCK, &wanted, NULL);
 
     for (int i = 0; i < options.size_count; i++)
@@ -349,9 +351,10 @@ int main(int argc, char **argv)
     int child_status = 0;
     while (running > 0) {
         int signal = sigtimedwait(&wanted, NULL, &(struct timespec){0, stopping ? 1000000 : 20000000});
-        if (signal > 0 || (options.seconds > 0 && now() - start >= options.seconds))
+        bool fork_now = signal == SIGUSR1 || (options.fork_at > 0 && now() - start >= options.fork_at);
+        if (signal == SIGTERM || signal == SIGINT || (options.seconds > 0 && now() - start >= options.seconds))
             stopping = true;
-        if (options.fork_at > 0 && !child && now() - start >= options.fork_at)
+        if (fork_now && !child)
             child = fork_child(&workers[0]);
         if (now() >= tick && !stopping) {
             print_progress(start, &last);

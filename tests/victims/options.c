@@ -12,9 +12,10 @@ struct options options = {.threads = 1, .sizes = {1 << 20}, .size_count = 1};
 static const char usage[] =
     "usage: %s [--threads N] [--bytes A[,B...]] [--seconds S | --calls N] [--async] [--fresh] [--default-kind]\n"
     "          [--pinned] [--per-thread] [--two-d] [--fail-every N] [--idle-threads N] [--malloc-storm N]\n"
-    "          [--pause-ms N] [--fork-at S] [--load-after S] [--exact] [--allow-errors]\n"
+    "          [--pause-ms N] [--fork-at S|signal] [--load-after S] [--exact] [--allow-errors]\n"
     "          [--hold] [--count-interrupted]\n"
     "Sizes take K, M or G. --calls counts the copies of one thread. Without --seconds and --calls: until SIGTERM.\n"
+    "--fork-at signal: at SIGUSR1.\n"
     "--hold: is ready once CUDA is, and starts to allocate and copy at SIGUSR1.\n";
 
 static size_t size(const char *text, char **end)
@@ -71,7 +72,7 @@ void options_parse(int argc, char **argv)
         case 'i': options.idle_threads = atoi(optarg); break;
         case 'm': options.malloc_storm = atoi(optarg); break;
         case 'w': options.pause_ms = atol(optarg); break;
-        case 'k': options.fork_at = atof(optarg); break;
+        case 'k': options.fork_at = strcmp(optarg, "signal") ? atof(optarg) : -1; break;
         case 'l': options.load_after = atof(optarg); break;
         case 'x': options.exact = true; break;
         case 'e': options.allow_errors = true; break;
