@@ -1,6 +1,6 @@
-/* A program without a thread that waits: all do nothing but allocate, and half of the time some lock of the allocator is
- * held. A detour that begins there and allocates waits for ever. Built with OWN_ALLOCATOR: on one lock of its own, held
- * nearly always. It copies nothing. Ends when a thread gets no further. */
+/* A program without a thread that waits: all do nothing but allocate, and half of the time the allocator's lock is held.
+ * A detour that begins there and allocates waits for ever. Built with OWN_ALLOCATOR: on one lock of its own, held nearly
+ * always. It copies nothing. Ends when a thread gets no further. */
 #define _GNU_SOURCE
 #include "copying.h"
 
@@ -130,12 +130,15 @@ static void *allocate(void *argument)
     size_t own = (size_t)argument, other = !own;
     unsigned long seen = 0;
     double since = now();
+    /* More than the threads' caches hold, and of many sizes, so that they take the lock and look for long. */
+    enum { BLOCKS = 256 };
+    static void *blocks[THREADS][BLOCKS];
+    unsigned random = (unsigned)own + 1;
     while (!ending) {
-        /* More than the threads' caches hold, so that each takes the lock. */
-        void *block = malloc(2000);
-        memset(block, (int)rounds[own], 2000);
-        free(block);
-        linger(300);
+        void **block = &blocks[own][rand_r(&random) % BLOCKS];
+        free(*block);
+        *block = malloc(1100 + (size_t)rand_r(&random) % 9000);
+        linger(100);
         rounds[own]++;
         if (rounds[other] != seen) {
             seen = rounds[other];
