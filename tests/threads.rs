@@ -120,12 +120,34 @@ fn signal_handlers_that_return_into_the_code_to_patch() {
     comes_and_goes(Victim::start("victim-prologue", ["lingers"]));
 }
 
+/// Attaches once to each of many programs that only allocate: once a thread has ended, the next one needs no memory.
+#[track_caller]
+fn allocates_meanwhile(args: &[&str]) {
+    for _ in 0..20 {
+        let mut victim = Victim::start("victim-mallocs", args);
+        let attached = attach(&victim);
+        assert!(victim.is_alive(), "{attached:#?}");
+        assert_eq!(attached.code, Some(0), "{attached:#?}");
+        detach(&victim);
+        // It ends with another code if one of its threads is stuck.
+        assert_eq!(victim.stop()["mismatches"], 0);
+    }
+}
+
 #[test]
 fn all_threads_are_in_malloc() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    comes_and_goes(Victim::start("victim-mallocs", [""; 0]));
+    allocates_meanwhile(&[]);
+}
+
+#[test]
+fn handlers_have_interrupted_malloc() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    allocates_meanwhile(&["handlers"]);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 /* A program without a thread that waits: all do nothing but allocate, and half of the time the allocator's lock is held.
  * A detour that begins there and allocates waits for ever. Built with OWN_ALLOCATOR: on one lock of its own, held nearly
- * always. It copies nothing. Ends when a thread gets no further. */
+ * always. victim-mallocs handlers: a signal's handler that sleeps interrupts them all the time. It copies nothing. Ends
+ * when a thread gets no further. */
 #define _GNU_SOURCE
 #include "copying.h"
 
@@ -11,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -150,13 +152,19 @@ static void *allocate(void *argument)
     return argument;
 }
 
+static void doze(int signal)
+{
+    (void)signal;
+    nanosleep(&(struct timespec){0, 2000000}, NULL);
+}
+
 static void end(int signal)
 {
     (void)signal;
     ending = 1;
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     mallopt(M_ARENA_MAX, 1);
     if (cuInit(0))
@@ -165,6 +173,10 @@ int main(void)
     pthread_t thread;
     if (pthread_create(&thread, NULL, allocate, (void *)1))
         fail(EXIT_API, "cannot start a thread");
+    if (argc > 1 && !strcmp(argv[1], "handlers")) {
+        sigaction(SIGALRM, &(struct sigaction){.sa_handler = doze, .sa_flags = SA_RESTART}, NULL);
+        setitimer(ITIMER_REAL, &(struct itimerval){{0, 3000}, {0, 3000}}, NULL);
+    }
     printf("ready %d\n", getpid());
     fflush(stdout);
     allocate(NULL);
