@@ -111,6 +111,12 @@ bool device_is_pattern(CUdeviceptr address, size_t bytes, unsigned seed)
     return is_pattern(fetch(address, bytes), bytes, seed);
 }
 
+bool arrived(CUdeviceptr address, size_t bytes, unsigned seed)
+{
+    must(cuStreamSynchronize(NULL), "cuStreamSynchronize");
+    return device_is_pattern(address, bytes, seed);
+}
+
 bool device_is_byte(CUdeviceptr address, size_t bytes, unsigned char value)
 {
     return is_byte(fetch(address, bytes), bytes, value);

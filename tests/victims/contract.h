@@ -24,6 +24,9 @@ bool is_pattern(const unsigned char *memory, size_t bytes, unsigned seed);
 bool is_byte(const unsigned char *memory, size_t bytes, unsigned char value);
 /* The same question about device memory, through pinned memory, so that no copy under test is involved. */
 bool device_is_pattern(CUdeviceptr address, size_t bytes, unsigned seed);
+/* The same after a synchronous HtoD copy on the legacy stream: it may return with its last bytes on their way, stock's too
+ * (driver 580), and the stream that this looks with does not wait for them. */
+bool arrived(CUdeviceptr address, size_t bytes, unsigned seed);
 bool device_is_byte(CUdeviceptr address, size_t bytes, unsigned char value);
 /* Fills device memory without a copy from pageable memory. */
 void device_fill_pattern(CUdeviceptr address, size_t bytes, unsigned seed);

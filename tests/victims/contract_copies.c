@@ -102,9 +102,9 @@ static void read_only_source(void)
     unsigned char *source = host_pattern(4 * MIB, 3);
     must(mprotect(source, 4 * MIB, PROT_READ), "mprotect");
     CUresult result = cuMemcpyHtoD_v2(device, source, 4 * MIB);
-    report("cuMemcpyHtoD", "ret=%d bytes_ok=%d", result, device_is_pattern(device, 4 * MIB, 3));
+    report("cuMemcpyHtoD", "ret=%d bytes_ok=%d", result, arrived(device, 4 * MIB, 3));
     result = cuMemcpy(device, (uintptr_t)source, 4 * MIB);
-    report("cuMemcpy", "ret=%d bytes_ok=%d", result, device_is_pattern(device, 4 * MIB, 3));
+    report("cuMemcpy", "ret=%d bytes_ok=%d", result, arrived(device, 4 * MIB, 3));
     host_free(source, 4 * MIB);
     must(cuMemFree_v2(device), "cuMemFree");
 }

@@ -97,7 +97,7 @@ static void child_exits(void)
     CUresult parent = cuMemcpyHtoD_v2(device, host, BYTES);
     waitpid(child, &status, 0);
     report("", "child=%d signal=%d parent=%d bytes_ok=%d", WIFEXITED(status) ? WEXITSTATUS(status) : -1,
-           WIFSIGNALED(status) ? WTERMSIG(status) : 0, parent, device_is_pattern(device, BYTES, 240));
+           WIFSIGNALED(status) ? WTERMSIG(status) : 0, parent, arrived(device, BYTES, 240));
 }
 
 struct inside { CUdeviceptr device; unsigned char *host; CUstream stream; CUresult there, away; };

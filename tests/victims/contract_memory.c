@@ -259,7 +259,7 @@ static void of_the_host(void)
         if (result == CUDA_SUCCESS) {
             fill_pattern(host, SOME, 140);
             CUresult there = cuMemcpyHtoD_v2(device, host, SOME);
-            report(name, "from it: ret=%d bytes_ok=%d", there, device_is_pattern(device, SOME, 140));
+            report(name, "from it: ret=%d bytes_ok=%d", there, arrived(device, SOME, 140));
             if (i != 5) {
                 device_fill_pattern(device, SOME, 141);
                 CUresult back = cuMemcpyDtoH_v2(host, device, SOME);

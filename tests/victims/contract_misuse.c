@@ -38,7 +38,7 @@ static void out_of_range(void)
         report(ranges[i].name, "ret=%d,%d,%d,%d,%d after=%d bytes_ok=%d", a, b, c, d, e, after, right);
     }
     CUresult good = cuMemcpyHtoD_v2(whole, host, BYTES);
-    report("then a good one", "ret=%d bytes_ok=%d", good, device_is_pattern(whole, BYTES, 1));
+    report("then a good one", "ret=%d bytes_ok=%d", good, arrived(whole, BYTES, 1));
     host_free(host, 2 * BYTES);
     must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
     must(cuMemFree_v2(whole), "cuMemFree");
@@ -66,7 +66,7 @@ static void straddling(void)
     report("inside", "ret=%d", inside);
     must(cuMemHostUnregister(host + MIB), "cuMemHostUnregister");
     CUresult there = cuMemcpyHtoD_v2(device, host, BYTES);
-    report("unregistered", "ret=%d bytes_ok=%d", there, device_is_pattern(device, BYTES, 2));
+    report("unregistered", "ret=%d bytes_ok=%d", there, arrived(device, BYTES, 2));
     host_free(host, BYTES);
     must(cuMemFree_v2(device), "cuMemFree");
 }
@@ -224,7 +224,7 @@ static void last_error(void)
     void *on_device = (void *)(uintptr_t)device;
     unsigned char *host = host_pattern(2 * BYTES, 9);
     int result = copy(on_device, host, BYTES, cudaMemcpyHostToDevice);
-    report("good", "ret=%d peek=%d get=%d bytes_ok=%d", result, peek(), get(), device_is_pattern(device, BYTES, 9));
+    report("good", "ret=%d peek=%d get=%d bytes_ok=%d", result, peek(), get(), arrived(device, BYTES, 9));
     result = copy(on_device, host, 2 * BYTES, cudaMemcpyHostToDevice);
     int peeked = peek(), first = get(), second = get();
     report("out of range", "ret=%d peek=%d get=%d then=%d", result, peeked, first, second);
