@@ -33,11 +33,12 @@ fn a_class_that_got_slower_is_handed_back() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    // Units of 4 KiB cost more in calls, which are dear here, than the driver's own slow path.
+    // Units of 4 KiB cost more in calls, which are dear here, than the driver's own slow path. Uploads of 1 MiB would not show
+    // it: they return with that much on its way.
     let profile = profile(4096);
     let mut command = Victim::command("victim-drv");
     command
-        .args(["--bytes", "1M", "--exact"])
+        .args(["--bytes", "4M", "--exact"])
         .env("STANDIN_CALL_NS", "80000");
     let victim = Victim::spawn(command);
     let pid = victim.pid.to_string();
@@ -60,7 +61,7 @@ fn a_class_that_got_slower_is_handed_back() {
             handed_back
                 .iter()
                 .any(|class| class["direction"] == direction
-                    && class["size_class_bytes"] == 1 << 20
+                    && class["size_class_bytes"] == 1 << 22
                     && class["ratio"].as_f64().is_some_and(|ratio| ratio < 0.95)),
             "{direction}: {report:#}"
         );
