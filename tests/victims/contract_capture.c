@@ -190,12 +190,12 @@ static void synchronous_copy(void)
             CUresult there = cuMemcpyHtoD_v2(device, host, 4 * MIB);
             CUgraph graph = NULL;
             CUresult end = cuStreamEndCapture(stream, &graph);
-            bool arrived = device_is_pattern(device, 4 * MIB, 8);
+            bool there_now = arrived(device, 4 * MIB, 8);
             if (graph)
                 must(cuGraphDestroy(graph), "cuGraphDestroy");
             char variant[64];
             snprintf(variant, sizeof variant, "%s %s", flags ? "non-blocking" : "blocking", modes[mode]);
-            report(variant, "ret=%d end=%d arrived=%d", there, end, arrived);
+            report(variant, "ret=%d end=%d arrived=%d", there, end, there_now);
             must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
         }
     host_free(host, 4 * MIB);
