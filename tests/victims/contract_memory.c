@@ -215,6 +215,8 @@ static void of_another_process(void)
         CUresult there = cuMemcpyHtoD_v2(memory, host, BYTES);
         CUresult past = cuMemcpyHtoD_v2(memory + 4096, host, BYTES);
         report("written", "ret=%d past the end=%d", there, past);
+        /* The other process does not wait for its last bytes. */
+        must(cuCtxSynchronize(), "cuCtxSynchronize");
         must(write(to[1], "g", 1) == 1 ? 0 : 1, "write");
         if (read(from[0], &answer, sizeof answer) != sizeof answer)
             answer.result = -1;
