@@ -49,8 +49,6 @@ pub struct Committed {
     pub pause: Duration,
     /// How many threads were stopped.
     pub threads: usize,
-    /// True if the cave was cleared too.
-    pub cave_cleared: bool,
 }
 
 /// Applies all `patches` while no thread runs; then clears `cave` if no thread is in it.
@@ -87,7 +85,7 @@ pub fn commit(
             }
             Err(error) => return Err(error.into()),
         };
-        if let Some(done) = try_commit(target, patches, cave, &ours, &mut stopped)? {
+        if try_commit(target, patches, cave, &ours, &mut stopped)? {
             let threads = stopped.len();
             for thread in stopped {
                 thread.resume();
@@ -95,7 +93,6 @@ pub fn commit(
             return Ok(Committed {
                 pause: longest.max(since.elapsed()),
                 threads,
-                cave_cleared: done,
             });
         }
         drop(stopped);
@@ -109,14 +106,14 @@ fn short_limit(threads: usize) -> Duration {
     Duration::from_micros(1500 + 40 * threads as u64)
 }
 
-/// `None` if a thread stands in the way; else whether the cave was cleared.
+/// False, and nothing written, if a thread stands in the way.
 fn try_commit(
     target: &Target,
     patches: &[Patch],
     cave: Option<Cave>,
     ours: &[i32],
     stopped: &mut [Stopped],
-) -> Result<Option<bool>, InjectError> {
+) -> Result<bool, InjectError> {
     let write_error = |source| InjectError::Write {
         pid: target.pid,
         source,
@@ -129,7 +126,7 @@ fn try_commit(
         for bytes in stack.chunks_exact(8) {
             let word = u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
             if patches.iter().any(|patch| patch.breaks(word)) && !ours.contains(&thread.tid) {
-                return Ok(None);
+                return Ok(false);
             }
             cave_in_use |= cave.is_some_and(|cave| cave.contains(word));
         }
@@ -156,7 +153,7 @@ fn try_commit(
                 .iter()
                 .find(|&&(from, _)| from == thread.regs.rip)
             else {
-                return Ok(None);
+                return Ok(false);
             };
             thread.regs.rip = to;
             thread.set_regs()?;
@@ -168,9 +165,8 @@ fn try_commit(
             .write(patch.window, &patch.to)
             .map_err(write_error)?;
     }
-    let clear = cave.filter(|_| !cave_in_use);
-    if let Some(cave) = clear {
+    if let Some(cave) = cave.filter(|_| !cave_in_use) {
         cave.clear(target).map_err(write_error)?;
     }
-    Ok(Some(clear.is_some()))
+    Ok(true)
 }

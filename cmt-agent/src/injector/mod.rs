@@ -6,173 +6,36 @@
 mod commit;
 pub(crate) mod control;
 mod descriptors;
+mod error;
 mod hijack;
+mod load;
 pub(crate) mod seccomp;
 mod stub;
 pub(crate) mod threads;
 
-use std::io;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cmt_common::api::{COPY_FNS, HOOKED};
-use cmt_common::control::{MAGIC, PAYLOAD_ENTRY, Plan, VERSION, boot, command, hook, state};
+use cmt_common::control::{MAGIC, Plan, VERSION, command, hook, state};
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
 pub use commit::{Committed, Patch};
 pub use control::{CommandError, ControlMap, HookState};
-use hijack::{Cave, Job};
+pub use error::InjectError;
+use hijack::Cave;
+use load::{load, restart};
 pub use threads::{ThreadError, reap_the_ended};
 
 use crate::target::{Target, TargetError, text};
 
-/// The payload, built from `cmt-inject`.
-const PAYLOAD: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/payload.so"));
 /// Longest wait for a step of the bootstrap and for commands that do not drain copies.
 const STEP_LIMIT: Duration = Duration::from_secs(5);
 /// Control blocks of one target that are looked at: attaches that were given up leave some behind.
 const MOST_BLOCKS: usize = 64;
 /// Longest wait for copies in flight and for streams that still read staged bytes.
 const DRAIN_LIMIT: Duration = Duration::from_secs(60);
-
-/// Why attaching or detaching failed.
-#[derive(Debug, thiserror::Error)]
-pub enum InjectError {
-    /// The preflight refused.
-    #[error(transparent)]
-    Target(#[from] TargetError),
-    /// A thread could not be stopped.
-    #[error(transparent)]
-    Thread(#[from] ThreadError),
-    /// The payload did not do what it was told.
-    #[error(transparent)]
-    Command(#[from] CommandError),
-    /// Already patched.
-    #[error(
-        "process {pid} is already attached; see `cmt status {pid}`, or take it off with `cmt detach {pid}`"
-    )]
-    AlreadyAttached {
-        /// Which.
-        pid: u32,
-    },
-    /// Never patched.
-    #[error("process {pid} is not attached; nothing to detach")]
-    NotAttached {
-        /// Which.
-        pid: u32,
-    },
-    /// Another version's payload is inside.
-    #[error(
-        "process {pid} holds the payload of another cmt version (control block {found}, this cmt speaks {VERSION}); use that version, or restart the process"
-    )]
-    OtherVersion {
-        /// Which.
-        pid: u32,
-        /// Its version.
-        found: u32,
-    },
-    /// A forked child of a patched process.
-    #[error(
-        "process {pid} is a forked child of an attached process: it copies as stock does, and cannot be attached to or detached from"
-    )]
-    ForkedChild {
-        /// Which.
-        pid: u32,
-    },
-    /// Another `cmt` is at work on it.
-    #[error("another cmt is at work on process {pid}; wait until it has finished")]
-    Busy {
-        /// Which.
-        pid: u32,
-    },
-    /// No space for the stub.
-    #[error(
-        "no unused bytes were found behind the code of any of its libraries; nothing was changed"
-    )]
-    NoCave,
-    /// A seccomp filter is in the way.
-    #[error(
-        "process {pid} runs under a seccomp filter that forbids {call}, which the payload needs; nothing was changed. Allow it in the container's or unit's profile"
-    )]
-    Seccomp {
-        /// Which.
-        pid: u32,
-        /// The system call.
-        call: &'static str,
-    },
-    /// No thread can be used.
-    #[error(
-        "no thread was found in a safe place within {waited_ms} ms; nothing was changed, try again"
-    )]
-    NoSafeThread {
-        /// How long we looked.
-        waited_ms: u128,
-    },
-    /// The bootstrap did not come up.
-    #[error(
-        "the target did not start a thread for the payload within {waited_s} s (limit of threads, descriptors or memory?); its copies are unchanged"
-    )]
-    NoBootstrap {
-        /// How long we waited.
-        waited_s: u64,
-    },
-    /// The payload could not be loaded.
-    #[error("the payload could not be loaded: {message}; copies are unchanged")]
-    NotLoaded {
-        /// What the loader said.
-        message: String,
-    },
-    /// Not one function can be hooked.
-    #[error("none of the copy functions can be patched ({first}); copies are unchanged")]
-    NothingToPatch {
-        /// The first refusal.
-        first: String,
-    },
-    /// A window holds other bytes than expected.
-    #[error(
-        "the code at {address:#x} is not what it was; another tool patched it? Nothing was changed"
-    )]
-    UnexpectedCode {
-        /// Where.
-        address: u64,
-    },
-    /// Threads kept standing in a window.
-    #[error(
-        "a thread stood inside the code to patch in each of {tries} tries; nothing was changed, try again"
-    )]
-    WindowBusy {
-        /// How often we tried.
-        tries: u32,
-    },
-    /// The target's memory could not be written.
-    #[error("process {pid}: writing its memory")]
-    Write {
-        /// Which.
-        pid: u32,
-        /// Why.
-        #[source]
-        source: io::Error,
-    },
-    /// The control block could not be opened, once it is there.
-    #[error(
-        "attaching needs CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN: run cmt as root (sudo cmt …); nothing was changed"
-    )]
-    NoMapFiles,
-    /// The control block could not be mapped.
-    #[error(
-        "process {pid}: mapping the control block (needs CAP_SYS_ADMIN or CAP_CHECKPOINT_RESTORE; run as root)"
-    )]
-    Control {
-        /// Which.
-        pid: u32,
-        /// Why.
-        #[source]
-        source: io::Error,
-    },
-}
 
 /// What an attach did, with its costs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -407,184 +270,6 @@ pub fn check_owner(target: &Target, control: &ControlMap) -> Result<(), InjectEr
         return Err(InjectError::ForkedChild { pid: target.pid });
     }
     Ok(())
-}
-
-/// Brings the payload in and waits until its control thread serves commands.
-fn load(
-    target: &mut Target,
-    libc: &crate::target::Libc,
-    cuda: &crate::target::Cuda,
-) -> Result<((ControlMap, Cave), Duration), InjectError> {
-    target.check_address_space()?;
-    let known = target.control_addresses();
-    let without_proc = !target.sees_proc();
-    let (cave, _, held) = hijack::launch(target, libc, Job::Load { without_proc })?;
-    let deadline = Instant::now() + STEP_LIMIT;
-    let control = loop {
-        target.refresh_maps()?;
-        let fresh = target
-            .control_addresses()
-            .into_iter()
-            .find(|address| !known.contains(address));
-        if let Some(address) = fresh {
-            let control = ControlMap::open(target, address)?;
-            if control.boot.state.load(Ordering::Acquire) == boot::READY {
-                break control;
-            }
-        }
-        if Instant::now() >= deadline {
-            let _ = commit::commit(target, &[], Some(cave));
-            return Err(InjectError::NoBootstrap {
-                waited_s: STEP_LIMIT.as_secs(),
-            });
-        }
-        std::thread::sleep(Duration::from_micros(200));
-    };
-    let result = fill_and_start(target, libc, cuda, &control, without_proc);
-    if let Err(error) = result {
-        control.boot.state.store(boot::ABORT, Ordering::Release);
-        control::wake(&control.boot.state);
-        std::thread::sleep(Duration::from_millis(20));
-        let _ = commit::commit(target, &[], Some(cave));
-        return Err(error);
-    }
-    Ok(((control, cave), held))
-}
-
-fn fill_and_start(
-    target: &mut Target,
-    libc: &crate::target::Libc,
-    cuda: &crate::target::Cuda,
-    control: &ControlMap,
-    without_proc: bool,
-) -> Result<(), InjectError> {
-    let fd = control.boot.payload_fd.load(Ordering::Acquire);
-    if fd > i32::MAX as u32 {
-        let message = "it may open no more descriptors (RLIMIT_NOFILE)".to_owned();
-        return Err(InjectError::NotLoaded { message });
-    }
-    put_payload(target, fd)?;
-    let folder = if without_proc {
-        hand_over(target, control)?;
-        "."
-    } else {
-        "/proc/self/fd"
-    };
-    control.set_boot_text(&format!("{folder}/{fd}"), PAYLOAD_ENTRY);
-    control.boot.dlopen.store(libc.dlopen, Ordering::Relaxed);
-    control.boot.dlsym.store(libc.dlsym, Ordering::Relaxed);
-    control.boot.dlerror.store(libc.dlerror, Ordering::Relaxed);
-    for (slot, symbol) in control.driver.iter().zip(cuda.driver) {
-        slot.store(symbol.map_or(0, |symbol| symbol.address), Ordering::Relaxed);
-    }
-    for (slot, symbol) in control.hooks.iter().zip(cuda.hooked) {
-        slot.address
-            .store(symbol.map_or(0, |symbol| symbol.address), Ordering::Relaxed);
-        slot.size
-            .store(symbol.map_or(0, |symbol| symbol.size), Ordering::Relaxed);
-    }
-    control.version.store(VERSION, Ordering::Relaxed);
-    control.magic.store(MAGIC, Ordering::Relaxed);
-    control.boot.state.store(boot::LOAD, Ordering::Release);
-    control::wake(&control.boot.state);
-    wait_running(target, control)?;
-    Ok(target.refresh_maps()?)
-}
-
-/// Writes the payload to the target's memfd, with the target's own descriptor: what it may not write, we do not either.
-fn put_payload(target: &Target, fd: u32) -> Result<(), InjectError> {
-    let pid = target.pid;
-    let failed = |source| InjectError::Write { pid, source };
-    let file = descriptors::take(pid, fd).map_err(failed)?;
-    // Asked for afterwards: what was taken is of that program.
-    target.check_same_program()?;
-    let metadata = file.metadata().map_err(failed)?;
-    if !metadata.is_file() || metadata.nlink() != 0 || metadata.len() != 0 {
-        return Err(failed(io::Error::other(
-            "the payload's descriptor is no empty file in memory",
-        )));
-    }
-    file.write_all_at(PAYLOAD, 0).map_err(failed)
-}
-
-/// Sends a target that sees no `/proc` what it needs of it: the folder of its own descriptors, and its own memory map.
-fn hand_over(target: &Target, control: &ControlMap) -> Result<(), InjectError> {
-    let pid = target.pid;
-    let failed = |error| InjectError::NotLoaded {
-        message: format!("it sees no /proc, and could not be handed its own descriptors: {error}"),
-    };
-    control.expect_descriptors();
-    let folder = descriptors::own_folder(pid).map_err(failed)?;
-    let maps = std::fs::File::open(format!("/proc/{pid}/maps")).map_err(failed)?;
-    let socket = control.boot.sockets[1].load(Ordering::Acquire);
-    // A program with more rights than the target had must not have its memory map given away.
-    target.check_same_program()?;
-    descriptors::send(pid, socket, [folder.as_raw_fd(), maps.as_raw_fd()]).map_err(failed)
-}
-
-fn wait_running(target: &Target, control: &ControlMap) -> Result<(), InjectError> {
-    let deadline = Instant::now() + STEP_LIMIT;
-    loop {
-        match control.boot.state.load(Ordering::Acquire) {
-            boot::RUNNING => break,
-            boot::FAILED => {
-                let message = [control.boot_message(), control.message()]
-                    .into_iter()
-                    .find(|text| !text.is_empty())
-                    .unwrap_or_else(|| {
-                        let boot = &control.boot;
-                        let handed = boot.message_header.parts[1].load(Ordering::Relaxed) != 0;
-                        if handed && boot.maps_fd.load(Ordering::Relaxed) == 0 {
-                            "it could not receive its own descriptors (limit?)".to_owned()
-                        } else {
-                            "it could not start its thread (thread limit?)".to_owned()
-                        }
-                    });
-                return Err(InjectError::NotLoaded { message });
-            }
-            _ if target.has_ended() => {
-                return Err(TargetError::NoSuchProcess { pid: target.pid }.into());
-            }
-            _ if Instant::now() >= deadline => {
-                let message =
-                    "the loader did not come back; does another thread sit in dlopen?".to_owned();
-                return Err(InjectError::NotLoaded { message });
-            }
-            _ => std::thread::sleep(Duration::from_micros(100)),
-        }
-    }
-    // Its last instructions stand in the cave, which the commit is to clear.
-    while Instant::now() < deadline && has_thread(target, |name| name == stub::THREAD_NAME) {
-        std::thread::sleep(Duration::from_micros(50));
-    }
-    Ok(())
-}
-
-/// Starts the control thread of a payload that is loaded already.
-fn restart(
-    target: &Target,
-    libc: &crate::target::Libc,
-    control: &ControlMap,
-) -> Result<(Cave, Duration), InjectError> {
-    let entry = control.entry.load(Ordering::Acquire);
-    if !target.is_payload_code(entry) {
-        let message = "its control block names no code of the payload".to_owned();
-        return Err(InjectError::NotLoaded { message });
-    }
-    control.boot.state.store(boot::LOAD, Ordering::Release);
-    let (cave, _, held) = hijack::launch(
-        target,
-        libc,
-        Job::Restart {
-            entry,
-            control: control.address(),
-        },
-    )?;
-    if let Err(error) = wait_running(target, control) {
-        let _ = commit::commit(target, &[], Some(cave));
-        return Err(error);
-    }
-    Ok((cave, held))
 }
 
 fn patch_and_enable(
