@@ -51,7 +51,7 @@ pub fn estimate(cpus: u32) -> Plan {
     let (plain, streaming) = (store::ORDINARY, store::NON_TEMPORAL);
     let htod = [
         stock(CUT_OVER_BYTES[0]),
-        row(2 * MIB, 12, MIB, 32 * KIB, 16 * MIB, streaming),
+        row(2 * MIB, 8, MIB, 16 * KIB, 16 * MIB, streaming),
         row(8 * MIB, 6, MIB, 32 * KIB, 32 * MIB, streaming),
         row(32 * MIB, 6, 2 * MIB, 128 * KIB, RING_MAX_BYTES, streaming),
         row(128 * MIB, 6, 4 * MIB, 128 * KIB, RING_MAX_BYTES, streaming),

@@ -151,9 +151,12 @@ impl Copy<'_> {
             {
                 // SAFETY: the slices of this slot are in the ring and stay until the slot has arrived.
                 unsafe { self.enqueue(start, sent, end, true)? };
-                let left = (total - end) * slice;
-                // Room in the ring comes back in quarters; the tail is let go of with what came before it announced.
-                if self.held.unannounced() >= window.min(capacity) / 4 || left <= tail {
+                let (left_before, left) = ((total - sent) * slice, (total - end) * slice);
+                // Room in the ring comes back in quarters; the tail is let go of with what came before it announced. Each
+                // announcement takes the GPU as long as 100 KB.
+                let tail_begins = left_before > tail && left <= tail;
+                let announce_at = window.min(capacity) / 4;
+                if self.held.unannounced() >= announce_at || tail_begins || left == 0 {
                     self.held.announce(self.driver, self.stream)?;
                 }
                 if left > 0 {
