@@ -1,4 +1,4 @@
-//! Fresh destinations, many threads at once, and what the memory of this machine allows.
+//! Fresh destinations, CPU time, and many threads at once.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +19,7 @@ fn cpu_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-fn map(bytes: usize) -> *mut u8 {
+pub fn map(bytes: usize) -> *mut u8 {
     let (prot, flags) = (
         libc::PROT_READ | libc::PROT_WRITE,
         libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
@@ -30,7 +30,7 @@ fn map(bytes: usize) -> *mut u8 {
     start.cast()
 }
 
-fn median(times: &mut [f64]) -> f64 {
+pub fn median(times: &mut [f64]) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
 }
@@ -161,41 +161,6 @@ pub fn print(gpu: &Gpu, cpus: u32, largest: usize, buffers: [*mut u8; 2]) {
                 );
             }
         }
-    }
-
-    // What the link is left when CPUs move as many bytes as staging does: pinned copies while threads copy memory.
-    for workers in [0usize, 2, 4, 6, 8] {
-        let stop = AtomicBool::new(false);
-        let (stop, moved) = (&stop, &std::sync::atomic::AtomicU64::new(0));
-        let mut rates = [0.0; 2];
-        let mut beside = [0.0; 2];
-        std::thread::scope(|scope| {
-            for _ in 0..workers {
-                scope.spawn(move || {
-                    let (from, to) = (vec![1u8; 16 << 20], map(16 << 20));
-                    while !stop.load(Ordering::Relaxed) {
-                        // SAFETY: both are 16 MiB long.
-                        unsafe { to.copy_from_nonoverlapping(from.as_ptr(), 16 << 20) };
-                        moved.fetch_add(16 << 20, Ordering::Relaxed);
-                    }
-                });
-            }
-            std::thread::sleep(std::time::Duration::from_millis(50));
-            for (index, to_host) in [false, true].into_iter().enumerate() {
-                let (before, start) = (moved.load(Ordering::Relaxed), Instant::now());
-                for _ in 0..200 {
-                    gpu.stock(to_host, gpu.pinned, 16 << 20);
-                }
-                let seconds = start.elapsed().as_secs_f64();
-                rates[index] = 200.0 * (16 << 20) as f64 / seconds / 1e9;
-                beside[index] = (moved.load(Ordering::Relaxed) - before) as f64 / seconds / 1e9;
-            }
-            stop.store(true, Ordering::Relaxed);
-        });
-        println!(
-            "limit: pinned 16 MiB HtoD {:.1}, DtoH {:.1} GB/s while {workers} threads copy {:.1}, {:.1} GB/s of memory",
-            rates[0], rates[1], beside[0], beside[1]
-        );
     }
     engine.shutdown();
 }

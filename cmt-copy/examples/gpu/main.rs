@@ -1,14 +1,17 @@
 //! The engine on a real GPU, without hooks: checks every byte and what the engine assumes of the driver, then compares
 //! stock, staged and pinned copies.
 //!
-//! `cargo run --release -p cmt-copy --example gpu [calls|search|crowd] [LARGEST_MIB]`
+//! `cargo run --release -p cmt-copy --example gpu [calls|search|crowd|link|pair] [LARGEST_MIB]`
 //!
-//! `calls` prints what single calls of the driver cost, `search` looks for the best row by size and direction,
-//! `crowd` measures fresh destinations, CPU time and many threads. Further arguments `SLOT SLICE RING THREADS STORE` (KiB, KiB, KiB) replace the default plan by one row.
+//! `calls` prints what single calls of the driver cost, `search` looks for the best row by size and direction, `crowd`
+//! measures fresh destinations, CPU time and many threads, `link` what CPUs leave of the link's speed, `pair` two GPUs.
+//! Further arguments `SLOT SLICE RING THREADS STORE` (KiB, KiB, KiB) replace the default plan by one row.
 #![expect(unsafe_code, reason = "calls the CUDA driver directly")]
 
 mod calls;
 mod crowd;
+mod link;
+mod pair;
 mod search;
 
 use std::ffi::{CString, c_void};
@@ -57,15 +60,26 @@ struct Gpu {
 
 impl Gpu {
     fn open(bytes: usize) -> Self {
+        Self::open_if_there(0, bytes).expect("a GPU")
+    }
+
+    /// Device `number`, with buffers of `bytes` bytes; `None` if there is none.
+    fn open_if_there(number: i32, bytes: usize) -> Option<Self> {
         // SAFETY: a NUL-terminated name.
         let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
         assert!(!library.is_null(), "no libcuda.so.1");
         let originals = core::array::from_fn(|index| symbol(library, COPY_FNS[index].name));
         let (mut context, mut device, mut pinned, mut stream) = (0usize, 0u64, 0usize, 0usize);
         assert_eq!(cuda!(library, "cuInit", 0 => u32), 0);
+        let mut devices = 0i32;
+        let out = &raw mut devices;
+        assert_eq!(cuda!(library, "cuDeviceGetCount", out => *mut i32), 0);
+        if number >= devices {
+            return None;
+        }
         let out = &raw mut context;
         assert_eq!(
-            cuda!(library, "cuDevicePrimaryCtxRetain", out => *mut usize, 0 => i32),
+            cuda!(library, "cuDevicePrimaryCtxRetain", out => *mut usize, number => i32),
             0
         );
         assert_eq!(cuda!(library, "cuCtxSetCurrent", context => usize), 0);
@@ -84,14 +98,14 @@ impl Gpu {
             cuda!(library, "cuStreamCreate", out => *mut usize, 1 => u32),
             0
         );
-        Self {
+        Some(Self {
             library,
             originals,
             context,
             device,
             pinned: pinned as *mut u8,
             stream,
-        }
+        })
     }
 
     fn engine(&self, plan: Plan) -> Engine {
@@ -317,8 +331,9 @@ fn busy(gpu: &Gpu, engine: &Engine, host: *mut u8, largest: usize) {
 
 fn main() {
     let mut arguments = std::env::args().skip(1).peekable();
-    let mode =
-        arguments.next_if(|argument| ["calls", "search", "crowd"].contains(&argument.as_str()));
+    let mode = arguments.next_if(|argument| {
+        ["calls", "search", "crowd", "link", "pair"].contains(&argument.as_str())
+    });
     let numbers: Vec<u64> = arguments
         .map(|argument| argument.parse().expect("a number"))
         .collect();
@@ -347,6 +362,8 @@ fn main() {
     match mode.as_deref() {
         Some("crowd") => return crowd::print(&gpu, cpus, largest, [host, target.as_mut_ptr()]),
         Some("calls") => return calls::print(&gpu, host),
+        Some("link") => return link::print(&gpu, host),
+        Some("pair") => return pair::print(&gpu, cpus, largest),
         Some(_) => return search::print(&gpu, cpus, largest, [host, target.as_mut_ptr()]),
         None => {}
     }
