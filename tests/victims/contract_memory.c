@@ -356,6 +356,15 @@ static void managed(void)
     must(cuMemFree_v2(device), "cuMemFree");
 }
 
+/* Between two contexts a copy returns before it is done (driver 580), in whichever of them. */
+static void both_synchronised(CUcontext other)
+{
+    must(cuCtxSynchronize(), "cuCtxSynchronize");
+    must(cuCtxPushCurrent_v2(other), "cuCtxPushCurrent");
+    must(cuCtxSynchronize(), "cuCtxSynchronize");
+    must(cuCtxPopCurrent_v2(NULL), "cuCtxPopCurrent");
+}
+
 /* From one context's memory to another's, and between ordinary memory and memory of a context that is not current. */
 static void peers(const char *name, CUcontext other)
 {
@@ -367,9 +376,10 @@ static void peers(const char *name, CUcontext other)
     char variant[80];
     device_fill_pattern(here, BYTES, 180);
     CUresult out = cuMemcpyPeer(there, other, here, main_context, BYTES);
+    both_synchronised(other);
     device_fill_byte(here, BYTES, 0);
     CUresult back = cuMemcpyPeer(here, main_context, there, other, BYTES);
-    must(cuCtxSynchronize(), "cuCtxSynchronize");
+    both_synchronised(other);
     snprintf(variant, sizeof variant, "%s cuMemcpyPeer", name);
     report(variant, "ret=%d,%d bytes_ok=%d", out, back, device_is_pattern(here, BYTES, 180));
     device_fill_pattern(here, BYTES, 181);
@@ -382,11 +392,7 @@ static void peers(const char *name, CUcontext other)
     report(variant, "ret=%d,%d bytes_ok=%d", out, back, device_is_pattern(here, BYTES, 181));
     device_fill_pattern(here, BYTES, 182);
     out = cuMemcpy(there, here, BYTES);
-    /* Between two contexts it returns before it is done (driver 580), in whichever of them. */
-    must(cuCtxSynchronize(), "cuCtxSynchronize");
-    must(cuCtxPushCurrent_v2(other), "cuCtxPushCurrent");
-    must(cuCtxSynchronize(), "cuCtxSynchronize");
-    must(cuCtxPopCurrent_v2(NULL), "cuCtxPopCurrent");
+    both_synchronised(other);
     device_fill_byte(here, BYTES, 0);
     back = cuMemcpyAsync(here, there, BYTES, stream);
     must(cuStreamSynchronize(stream), "cuStreamSynchronize");
