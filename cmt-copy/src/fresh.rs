@@ -123,7 +123,6 @@ fn are_given_on_request() -> bool {
 }
 
 #[cfg(test)]
-#[cfg_attr(miri, expect(dead_code, reason = "needs the kernel"))]
 mod tests {
     use super::*;
 

@@ -359,6 +359,7 @@ mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
     #[test]
+    #[cfg_attr(miri, ignore = "maps memory for a ring")]
     fn a_panic_takes_the_slices_back_and_keeps_the_lane() {
         let lane = Lane::new();
         let context = Context { handle: 1, id: 1 };

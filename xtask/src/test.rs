@@ -18,14 +18,17 @@ const LADDER: [&str; 5] = [UNIT, "stand-in", "kernel", "real-libcudart", GPU];
 /// What to run.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Only this: soak, the long runs, which are no part of the ladder
+    /// Only this, which is no part of the ladder
     #[arg(value_enum)]
     only: Option<Only>,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
 enum Only {
+    /// The long runs: 500 kills, 500 cycles
     Soak,
+    /// The protocol between callers and helpers under Miri (a nightly toolchain with miri and rust-src)
+    Miri,
 }
 
 /// Runs the tests; fails when one does, or when one that can run on this machine did not.
@@ -33,6 +36,7 @@ pub fn run_task(args: &Args) -> Result<ExitCode> {
     match args.only {
         None => run_ladder(),
         Some(Only::Soak) => run_soak(),
+        Some(Only::Miri) => run_miri(),
     }
 }
 
@@ -112,6 +116,34 @@ fn run_soak() -> Result<ExitCode> {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
+    })
+}
+
+/// The slices' protocol and the plan that changes while it is read: every access checked for data races and for memory that
+/// is no longer lent, in some of the orders in which threads can run.
+fn run_miri() -> Result<ExitCode> {
+    let mut miri = Command::new("rustup");
+    miri.args(["run", "nightly", "cargo", "miri", "test", "--locked"]);
+    miri.args([
+        "--package",
+        "cmt-copy",
+        "--lib",
+        "--",
+        "protocol::",
+        "plan::tests::a_row",
+    ]);
+    miri.env(
+        "MIRIFLAGS",
+        "-Zmiri-disable-isolation -Zmiri-many-seeds=0..4",
+    );
+    // The toolchain that runs this is in the environment.
+    miri.env_remove("CARGO").env_remove("RUSTUP_TOOLCHAIN");
+    miri.env("CARGO_TARGET_DIR", cmt_tests::target().join("miri"));
+    println!("$ {}", line(&miri));
+    let status = miri.status().context("starting rustup")?;
+    Ok(match status.success() {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
     })
 }
 
