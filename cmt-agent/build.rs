@@ -15,13 +15,10 @@ fn main() {
         std::fs::write(out.join("payload.so"), "").expect("an empty payload");
         return;
     }
-    for part in ["cmt-inject", "cmt-copy", "cmt-common"] {
-        println!("cargo::rerun-if-changed={}", workspace.join(part).display());
+    // Relative to this package, so that they hold where the folder is moved together with what was built in it.
+    for source in ["cmt-inject", "cmt-copy", "cmt-common", "Cargo.lock"] {
+        println!("cargo::rerun-if-changed=../{source}");
     }
-    println!(
-        "cargo::rerun-if-changed={}",
-        workspace.join("Cargo.lock").display()
-    );
     let mut cargo = Command::new(env("CARGO"));
     cargo
         .current_dir(workspace)

@@ -211,9 +211,19 @@ const DRV_PEER_ASYNC: CopyFn = driver(
     },
     Some(5),
 );
-const DRV_2D: CopyFn = driver("cuMemcpy2D_v2", ANY, Shape::DriverStruct2D, None);
-const DRV_2D_UNALIGNED: CopyFn = driver("cuMemcpy2DUnaligned_v2", ANY, Shape::DriverStruct2D, None);
-const DRV_2D_ASYNC: CopyFn = driver("cuMemcpy2DAsync_v2", ANY, Shape::DriverStruct2D, Some(1));
+const DRV_2D: CopyFn = hooked(driver("cuMemcpy2D_v2", ANY, Shape::DriverStruct2D, None));
+const DRV_2D_UNALIGNED: CopyFn = hooked(driver(
+    "cuMemcpy2DUnaligned_v2",
+    ANY,
+    Shape::DriverStruct2D,
+    None,
+));
+const DRV_2D_ASYNC: CopyFn = hooked(driver(
+    "cuMemcpy2DAsync_v2",
+    ANY,
+    Shape::DriverStruct2D,
+    Some(1),
+));
 const DRV_3D: CopyFn = driver("cuMemcpy3D_v2", ANY, Shape::DriverStruct3D, None);
 const DRV_3D_ASYNC: CopyFn = driver("cuMemcpy3DAsync_v2", ANY, Shape::DriverStruct3D, Some(1));
 
@@ -256,6 +266,12 @@ pub const COPY_FNS: &[CopyFn] = &[
     twin(DRV_ANY, "cuMemcpy_ptds"),
     DRV_ANY_ASYNC,
     twin(DRV_ANY_ASYNC, "cuMemcpyAsync_ptsz"),
+    DRV_2D,
+    twin(DRV_2D, "cuMemcpy2D_v2_ptds"),
+    DRV_2D_UNALIGNED,
+    twin(DRV_2D_UNALIGNED, "cuMemcpy2DUnaligned_v2_ptds"),
+    DRV_2D_ASYNC,
+    twin(DRV_2D_ASYNC, "cuMemcpy2DAsync_v2_ptsz"),
     DRV_DTOD,
     twin(DRV_DTOD, "cuMemcpyDtoD_v2_ptds"),
     DRV_DTOD_ASYNC,
@@ -264,12 +280,6 @@ pub const COPY_FNS: &[CopyFn] = &[
     twin(DRV_PEER, "cuMemcpyPeer_ptds"),
     DRV_PEER_ASYNC,
     twin(DRV_PEER_ASYNC, "cuMemcpyPeerAsync_ptsz"),
-    DRV_2D,
-    twin(DRV_2D, "cuMemcpy2D_v2_ptds"),
-    DRV_2D_UNALIGNED,
-    twin(DRV_2D_UNALIGNED, "cuMemcpy2DUnaligned_v2_ptds"),
-    DRV_2D_ASYNC,
-    twin(DRV_2D_ASYNC, "cuMemcpy2DAsync_v2_ptsz"),
     DRV_3D,
     twin(DRV_3D, "cuMemcpy3D_v2_ptds"),
     DRV_3D_ASYNC,
@@ -291,7 +301,7 @@ pub const COPY_FNS: &[CopyFn] = &[
 ];
 
 /// Number of functions that the payload replaces: the first entries of [`COPY_FNS`].
-pub const HOOKED: usize = 12;
+pub const HOOKED: usize = 18;
 
 const _: () = {
     let mut index = 0;

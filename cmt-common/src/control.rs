@@ -10,7 +10,7 @@ use crate::api::{DRIVER_FNS, HOOKED};
 /// First eight bytes of a control block.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"cmt-ctl\0");
 /// Changes whenever the layout or the meaning of a field does.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Bytes of the memfd that holds a [`Control`].
 pub const CONTROL_BYTES: usize = 32 << 10;
 /// The control block's memfd carries this name, so that a later `cmt` finds it in `/proc/PID/maps`.

@@ -21,27 +21,33 @@ pub(crate) struct Sides {
     pub syncs_memops: bool,
 }
 
-/// The sides of a copy of `bytes` bytes, whose direction is that of its function or decided by its addresses.
+/// Where one side of a copy begins, and how far it reaches.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Span {
+    pub start: u64,
+    pub bytes: u64,
+}
+
+/// The sides of a copy, whose direction is that of its function or decided by its addresses.
 pub(crate) fn sides(
     driver: &Driver,
     direction: Direction,
-    dst: u64,
-    src: u64,
-    bytes: u64,
+    dst: Span,
+    src: Span,
     is_async: bool,
 ) -> Result<Sides, PassReason> {
     let to_host = match direction {
         Direction::HtoD => false,
         Direction::DtoH => true,
-        _ => memory_type(driver, src)? == MEMORY_DEVICE,
+        _ => memory_type(driver, src.start)? == MEMORY_DEVICE,
     };
     let (host, device) = if to_host { (dst, src) } else { (src, dst) };
-    check_pageable(driver, host, bytes)?;
+    check_pageable(driver, host)?;
     let is_synchronous = !is_async && !to_host;
-    let syncs_memops = check_device(driver, device, bytes, is_synchronous)?;
+    let syncs_memops = check_device(driver, device, is_synchronous)?;
     Ok(Sides {
-        host,
-        device,
+        host: host.start,
+        device: device.start,
         to_host,
         syncs_memops,
     })
@@ -54,7 +60,8 @@ fn memory_type(driver: &Driver, address: u64) -> Result<u32, PassReason> {
 }
 
 /// The driver must know neither end of the host range: a registration that begins or ends inside is for stock to judge.
-fn check_pageable(driver: &Driver, host: u64, bytes: u64) -> Result<(), PassReason> {
+fn check_pageable(driver: &Driver, host: Span) -> Result<(), PassReason> {
+    let Span { start: host, bytes } = host;
     let last = host.checked_add(bytes - 1).ok_or(PassReason::OutOfRange)?;
     if host == 0 {
         return Err(PassReason::OutOfRange);
@@ -70,12 +77,11 @@ fn check_pageable(driver: &Driver, host: u64, bytes: u64) -> Result<(), PassReas
 ///
 /// CU_POINTER_ATTRIBUTE_SYNC_MEMOPS says so of one allocation (GPUDirect RDMA needs it), CU_CTX_SYNC_MEMOPS of the memory of
 /// a context, whichever context is current (driver 580).
-fn check_device(
-    driver: &Driver,
-    device: u64,
-    bytes: u64,
-    is_synchronous: bool,
-) -> Result<bool, PassReason> {
+fn check_device(driver: &Driver, device: Span, is_synchronous: bool) -> Result<bool, PassReason> {
+    let Span {
+        start: device,
+        bytes,
+    } = device;
     let PointerFacts {
         memory_type,
         managed,

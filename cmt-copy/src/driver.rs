@@ -9,8 +9,10 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cmt_common::api::{
-    COPY_FNS, CopyFn, DRIVER_FNS, Direction, DirectionFrom, DriverFn, Flavour, HOOKED,
+    COPY_FNS, CopyFn, DRIVER_FNS, Direction, DirectionFrom, DriverFn, Flavour, HOOKED, Shape,
 };
+
+use crate::rows::Memcpy2D;
 
 /// A `CUresult`; 0 is success.
 pub(crate) type Code = i32;
@@ -43,6 +45,7 @@ pub enum DriverError {
 
 type HtodAsyncFn = unsafe extern "C" fn(u64, *const c_void, usize, usize) -> Code;
 type DtohAsyncFn = unsafe extern "C" fn(*mut c_void, u64, usize, usize) -> Code;
+type Copy2DAsyncFn = unsafe extern "C" fn(*const Memcpy2D, usize) -> Code;
 type StreamFn = unsafe extern "C" fn(usize) -> Code;
 type WriteValueFn = unsafe extern "C" fn(usize, u64, u32, u32) -> Code;
 
@@ -51,6 +54,7 @@ type WriteValueFn = unsafe extern "C" fn(usize, u64, u32, u32) -> Code;
 struct Streams {
     htod_async: HtodAsyncFn,
     dtoh_async: DtohAsyncFn,
+    copy_2d_async: Option<Copy2DAsyncFn>,
     is_capturing: unsafe extern "C" fn(usize, *mut i32) -> Code,
     query: StreamFn,
     synchronize: StreamFn,
@@ -145,19 +149,21 @@ impl Driver {
         macro_rules! streams {
             ($flavour:expr, $capturing:ident, $query:ident, $synchronize:ident, $write:ident, $record:ident, $id:ident) => {
                 (|| {
-                    let original = |direction| {
-                        let wanted = |f: &CopyFn| {
-                            f.direction == DirectionFrom::Fixed(direction)
-                                && f.stream.is_some()
-                                && f.flavour == $flavour
-                        };
+                    let original = |is_it: &dyn Fn(&CopyFn) -> bool| {
+                        let wanted = |f: &CopyFn| f.stream.is_some() && f.flavour == $flavour && is_it(f);
                         Some(originals[COPY_FNS[..HOOKED].iter().position(wanted)?])
                     };
+                    let linear = |direction| {
+                        original(&|f: &CopyFn| f.direction == DirectionFrom::Fixed(direction))
+                    };
+                    let of_rows = original(&|f: &CopyFn| f.shape == Shape::DriverStruct2D);
                     Some(Streams {
                         // SAFETY: the caller vouches for the address; the table says which function stands there.
-                        htod_async: unsafe { function(original(Direction::HtoD)?) }?,
+                        htod_async: unsafe { function(linear(Direction::HtoD)?) }?,
                         // SAFETY: as above.
-                        dtoh_async: unsafe { function(original(Direction::DtoH)?) }?,
+                        dtoh_async: unsafe { function(linear(Direction::DtoH)?) }?,
+                        // SAFETY: as above.
+                        copy_2d_async: of_rows.and_then(|address| unsafe { function(address) }),
                         is_capturing: entry!(optional $capturing)?,
                         query: entry!(optional $query)?,
                         synchronize: entry!(optional $synchronize)?,
@@ -543,6 +549,23 @@ impl Stream<'_> {
     pub(crate) unsafe fn copy_to_host(self, host: *mut u8, device: u64, bytes: usize) -> Code {
         // SAFETY: the caller's promise.
         unsafe { (self.functions.dtoh_async)(host.cast(), device, bytes, self.handle) }
+    }
+
+    /// Whether rectangles can be enqueued.
+    pub(crate) fn copies_rows(self) -> bool {
+        self.functions.copy_2d_async.is_some()
+    }
+
+    /// Enqueues a copy of a rectangle; an error where [`Stream::copies_rows`] says no.
+    ///
+    /// # Safety
+    /// As [`Stream::copy_to_device`] and [`Stream::copy_to_host`], for every row.
+    pub(crate) unsafe fn copy_rows(self, copy: &Memcpy2D) -> Code {
+        match self.functions.copy_2d_async {
+            // SAFETY: the caller's promise; the driver reads the structure before it returns.
+            Some(function) => unsafe { function(copy, self.handle) },
+            None => code::INVALID_VALUE,
+        }
     }
 
     /// Enqueues a write of `value` to `device`, after all that was enqueued before it. `None` if there is no such

@@ -374,6 +374,7 @@ mod tests {
             ring_bytes: 64,
             ring_start: 0,
             slice_bytes: 4,
+            rows: None,
             work: crate::protocol::Work::IntoRing,
             store: Store::Ordinary,
         };

@@ -18,6 +18,7 @@ mod pinned;
 pub mod plan;
 mod pool;
 mod protocol;
+mod rows;
 mod staging;
 mod store;
 mod workers;
@@ -29,9 +30,12 @@ use std::time::Duration;
 use cmt_common::api::{COPY_FNS, CopyFn, Direction, DirectionFrom, HOOKED};
 pub use cmt_common::control::{PassReason, Plan, PlanRow};
 
+use crate::classify::Span;
 pub use crate::driver::{Driver, DriverError};
 use crate::plan::{PlanCell, THREADS_MAX};
 use crate::pool::{Lanes, Wanted};
+use crate::rows::Rectangle;
+pub use crate::rows::{Memcpy2D, Side2D};
 use crate::staging::Copy;
 #[doc(hidden)]
 pub use crate::store::Store;
@@ -124,7 +128,37 @@ impl Engine {
         if request.bytes < self.cut_over(request.function) {
             return Outcome::Pass(PassReason::BelowCutOver);
         }
-        match self.prepare(request) {
+        let bytes = request.bytes as u64;
+        let [dst, src] = [request.dst, request.src].map(|start| Span { start, bytes });
+        let wish = hooked(request.function).map(|function| Wish {
+            function,
+            direction: direction(function),
+            dst,
+            src,
+            bytes,
+            rectangle: None,
+            stream: request.stream,
+        });
+        // SAFETY: the caller's promise.
+        unsafe { self.fulfil(wish.ok_or(PassReason::Unsupported)) }
+    }
+
+    /// The same for a function that copies a rectangle.
+    ///
+    /// # Safety
+    /// As [`Engine::copy`].
+    pub unsafe fn copy_2d(&self, function: usize, copy: &Memcpy2D, stream: usize) -> Outcome {
+        if copy.bytes() < self.cut_over(function) {
+            return Outcome::Pass(PassReason::BelowCutOver);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.fulfil(Wish::of_rectangle(function, copy, stream)) }
+    }
+
+    /// # Safety
+    /// As [`Engine::copy`].
+    unsafe fn fulfil(&self, wish: Result<Wish, PassReason>) -> Outcome {
+        match wish.and_then(|wish| self.prepare(&wish)) {
             // SAFETY: the caller's promise: source readable, destination writable, by the function's contract.
             Ok((copy, true)) => unsafe { copy.dtoh() },
             // SAFETY: as above.
@@ -134,38 +168,38 @@ impl Engine {
     }
 
     /// Everything that may end in a [`Outcome::Pass`]: the copy, and whether it goes to the host.
-    fn prepare(&self, request: &Request) -> Result<(Copy<'_>, bool), PassReason> {
+    fn prepare(&self, wish: &Wish) -> Result<(Copy<'_>, bool), PassReason> {
         if self.stopped.load(Ordering::Relaxed) {
             return Err(PassReason::Disabled);
         }
-        let function = hooked(request.function).ok_or(PassReason::Unsupported)?;
-        let bytes = request.bytes as u64;
+        let function = wish.function;
         let context = self
             .driver
             .current_context()
             .ok_or(PassReason::NotHostToDevice)?;
         let stream = self
             .driver
-            .stream(function.flavour, request.stream)
+            .stream(function.flavour, wish.stream)
+            .filter(|stream| wish.rectangle.is_none() || stream.copies_rows())
             .ok_or(PassReason::Unsupported)?;
         if stream.may_be_capturing() {
             return Err(PassReason::Capturing);
         }
-        let direction = direction(function);
         let is_async = function.stream.is_some();
-        let sides = classify::sides(
-            &self.driver,
-            direction,
-            request.dst,
-            request.src,
-            bytes,
-            is_async,
-        )?;
-        let row = self
+        let sides = classify::sides(&self.driver, wish.direction, wish.dst, wish.src, is_async)?;
+        let mut row = self
             .plan
-            .row(sides.to_host, bytes)
+            .row(sides.to_host, wish.bytes)
             .ok_or(PassReason::BelowCutOver)?;
-        let must_not_wait = is_async && !sides.to_host && bytes < staging::STOCK_WAITS_FROM_BYTES;
+        let (mut rows, mut bytes) = (None, wish.bytes);
+        if let Some(rectangle) = &wish.rectangle {
+            let lie = rectangle.rows(sides.to_host);
+            row = row.in_whole_rows(lie.ring_pitch);
+            bytes = lie.ring_pitch * rectangle.height;
+            rows = Some(lie);
+        }
+        let must_not_wait =
+            is_async && !sides.to_host && !staging::stock_waits_too(bytes, rows.is_some());
         let wanted = Wanted {
             context,
             stream_id: stream.id(),
@@ -180,6 +214,9 @@ impl Engine {
         let held = self.lanes.take_within(&self.driver, &wanted, patience)?;
         self.lanes.crew.ensure(&self.lanes, row.threads - 1);
         let row = row.within(held.pinned.bytes() as u64);
+        if rows.is_some_and(|rows| rows.ring_pitch > row.slice) {
+            return Err(PassReason::NoPinnedMemory); // Not even for two rows.
+        }
         let copy = Copy {
             driver: &self.driver,
             lanes: &self.lanes,
@@ -189,9 +226,10 @@ impl Engine {
             host: sides.host,
             device: sides.device,
             bytes,
+            rows,
             row,
             is_async,
-            tail: if is_async || sides.syncs_memops {
+            tail: if is_async || sides.syncs_memops || rows.is_some() {
                 0
             } else {
                 staging::TAIL_BYTES
@@ -223,6 +261,37 @@ impl Engine {
     /// Helper threads that live now.
     pub fn helpers(&self) -> u32 {
         self.lanes.crew.live()
+    }
+}
+
+/// One call, with what its arguments mean.
+struct Wish {
+    function: &'static CopyFn,
+    direction: Direction,
+    dst: Span,
+    src: Span,
+    bytes: u64,
+    rectangle: Option<Rectangle>,
+    stream: usize,
+}
+
+impl Wish {
+    fn of_rectangle(function: usize, copy: &Memcpy2D, stream: usize) -> Result<Self, PassReason> {
+        let rectangle = copy.rectangle()?;
+        let Rectangle { width, height, .. } = rectangle;
+        let span = |start, pitch| {
+            let bytes = rows::extent(width, pitch, height).ok_or(PassReason::OutOfRange)?;
+            Ok(Span { start, bytes })
+        };
+        Ok(Self {
+            function: hooked(function).ok_or(PassReason::Unsupported)?,
+            direction: rectangle.direction,
+            dst: span(rectangle.dst, rectangle.dst_pitch)?,
+            src: span(rectangle.src, rectangle.src_pitch)?,
+            bytes: width * height,
+            rectangle: Some(rectangle),
+            stream,
+        })
     }
 }
 

@@ -103,6 +103,16 @@ impl Row {
         })
     }
 
+    /// The same row in slices of whole rows of a rectangle that lie `pitch` bytes apart (a power of two up to
+    /// [`SLICE_MAX_BYTES`]).
+    pub(crate) fn in_whole_rows(self, pitch: u64) -> Self {
+        Self {
+            slice: self.slice.max(pitch),
+            ..self
+        }
+        .within(self.ring.max(2 * pitch))
+    }
+
     /// The same row in a ring of at most `ring_bytes` bytes (a multiple of 64 KiB).
     pub(crate) fn within(self, ring_bytes: u64) -> Self {
         let ring = self.ring.min(ring_bytes);

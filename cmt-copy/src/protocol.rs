@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use crate::patience::Patience;
 use crate::plan::{RING_MAX_BYTES, SLICE_MIN_BYTES};
+use crate::rows::Rows;
 use crate::store::Store;
 
 /// Most slices of one copy that can be on offer and not yet seen to be done: those that fit in the largest ring.
@@ -53,6 +54,8 @@ pub(crate) struct Task {
     /// Where slice 0 lies in the ring; a multiple of `slice_bytes`, which divides `ring_bytes`.
     pub ring_start: usize,
     pub slice_bytes: usize,
+    /// Where the bytes do not lie in one piece on the host: how they do. Then `bytes` and slices count padded rows.
+    pub rows: Option<Rows>,
     pub work: Work,
     pub store: Store,
 }
@@ -66,6 +69,7 @@ impl Task {
         ring_bytes: 1,
         ring_start: 0,
         slice_bytes: 1,
+        rows: None,
         work: Work::Touch,
         store: Store::Ordinary,
     };
@@ -78,6 +82,11 @@ impl Task {
         let offset = index * self.slice_bytes;
         let bytes = self.slice_bytes.min(self.bytes.saturating_sub(offset));
         let place = (self.ring_start + offset) % self.ring_bytes;
+        if let Some(rows) = &self.rows {
+            // SAFETY: as below.
+            unsafe { self.move_rows(rows, offset, bytes, place) };
+            return;
+        }
         // SAFETY: `offset + bytes` stays within the copy; the ring is a whole number of slices, so the place has room for
         // one. Application memory and pinned ring are different mappings.
         unsafe {
@@ -86,6 +95,29 @@ impl Task {
                 Work::IntoRing => self.store.copy(ring, host, bytes),
                 Work::OutOfRing => self.store.copy(host, ring, bytes),
                 Work::Touch => touch(host),
+            }
+        }
+    }
+}
+
+impl Task {
+    /// Moves the rows of `bytes` bytes of padded rows from `offset` on, which lie at `place` in the ring.
+    ///
+    /// # Safety
+    /// As [`Task::move_slice`].
+    unsafe fn move_rows(&self, rows: &Rows, offset: usize, bytes: usize, place: usize) {
+        let (width, ring_pitch) = (rows.width as usize, rows.ring_pitch as usize);
+        let host_pitch = rows.host_pitch as usize;
+        for at in (0..bytes).step_by(ring_pitch) {
+            // SAFETY: slices hold whole rows, each of which has room in the ring; the host has as many as the task says.
+            unsafe {
+                let host = self.host.add((offset + at) / ring_pitch * host_pitch);
+                let ring = self.ring.wrapping_add(place + at);
+                match self.work {
+                    Work::IntoRing => self.store.copy(ring, host, width),
+                    Work::OutOfRing => self.store.copy(host, ring, width),
+                    Work::Touch => touch(host),
+                }
             }
         }
     }
@@ -285,6 +317,7 @@ mod tests {
             ring_bytes: ring.len(),
             ring_start: slice_bytes,
             slice_bytes,
+            rows: None,
             work: if into_ring {
                 Work::IntoRing
             } else {

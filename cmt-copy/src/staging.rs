@@ -20,6 +20,7 @@ use crate::patience::Patience;
 use crate::plan::Row;
 use crate::pool::Lanes;
 use crate::protocol::{Board, MARKS, Task, Work};
+use crate::rows::Rows;
 use crate::workers::CopyRuns;
 
 /// An asynchronous HtoD that finds no room in the ring and sees no progress for so long, and for as long as stock itself
@@ -27,7 +28,7 @@ use crate::workers::CopyRuns;
 const STALLED_AFTER: Duration = Duration::from_micros(100);
 const STOCK_BYTES_A_NANOSECOND: u64 = 16;
 /// Stock waits for a busy stream when an asynchronous HtoD from pageable memory is this long (driver 580).
-pub(crate) const STOCK_WAITS_FROM_BYTES: u64 = 64 << 20;
+const STOCK_WAITS_FROM_BYTES: u64 = 64 << 20;
 /// What may still be on its way when a synchronous HtoD returns. Stock returns as soon as the last piece is staged, with
 /// the stream still busy and its last bytes not yet to be seen from other streams, at every size (driver 580; CUDA's
 /// "API synchronization behavior" says so too). What the stream was given before the copy is always done by then.
@@ -41,6 +42,12 @@ const WAKE_FROM_BYTES: u64 = 128 << 10;
 /// Longer ones wake all helpers at once.
 const WAKE_ALL_FROM_BYTES: u64 = 2 << 20;
 
+/// Whether stock waits for a busy stream when it is asked for such an asynchronous HtoD from pageable memory. Nothing is
+/// known of rectangles.
+pub(crate) fn stock_waits_too(bytes: u64, of_rows: bool) -> bool {
+    !of_rows && bytes >= STOCK_WAITS_FROM_BYTES
+}
+
 /// One copy, ready to be staged.
 pub(crate) struct Copy<'a> {
     pub driver: &'a Driver,
@@ -50,7 +57,10 @@ pub(crate) struct Copy<'a> {
     pub stream: Stream<'a>,
     pub host: u64,
     pub device: u64,
+    /// Of a rectangle: bytes of its padded rows.
     pub bytes: u64,
+    /// Of a rectangle: how its rows lie.
+    pub rows: Option<Rows>,
     /// Fits into the ring of `held`.
     pub row: Row,
     pub is_async: bool,
@@ -92,18 +102,34 @@ impl Copy<'_> {
                 if sent == 0 {
                     return Outcome::Pass(PassReason::Busy);
                 }
-                let (host, device) = (self.host + sent, self.device + sent);
                 // SAFETY: the rest of the caller's ranges; the driver stages pageable memory itself.
-                Outcome::Staged(unsafe {
-                    self.stream.copy_to_device(
-                        device,
-                        host as *const u8,
-                        (self.bytes - sent) as usize,
-                    )
-                })
+                Outcome::Staged(unsafe { self.hand_over(sent) })
             }
             Err(error) => self.fail(error),
         }
+    }
+
+    /// Has stock copy all but the first `sent` bytes to the device.
+    ///
+    /// # Safety
+    /// As [`Copy::htod`].
+    unsafe fn hand_over(&self, sent: u64) -> Code {
+        let left = self.bytes - sent;
+        let Some(rows) = &self.rows else {
+            let (host, device) = (self.host + sent, self.device + sent);
+            // SAFETY: the caller's promise.
+            return unsafe {
+                self.stream
+                    .copy_to_device(device, host as *const u8, left as usize)
+            };
+        };
+        // Slices hold whole rows.
+        let (first, height) = (sent / rows.ring_pitch, left / rows.ring_pitch);
+        let host = self.host + first * rows.host_pitch;
+        let device = self.device + first * rows.device_pitch;
+        let copy = rows.copy(host, rows.host_pitch, device, height, true);
+        // SAFETY: the caller's promise.
+        unsafe { self.stream.copy_rows(&copy) }
     }
 
     /// Fills slots and sends them until all are on their way.
@@ -117,7 +143,7 @@ impl Copy<'_> {
         let start = self.held.start(slice);
         // SAFETY: this copy holds the lane; every slice on offer lies in a part of the ring that nothing in flight uses.
         unsafe { self.open(board, start, true) };
-        let may_wait = !self.is_async || self.bytes >= STOCK_WAITS_FROM_BYTES;
+        let may_wait = !self.is_async || stock_waits_too(self.bytes, self.rows.is_some());
         let stalled_after =
             STALLED_AFTER + Duration::from_nanos(self.bytes / STOCK_BYTES_A_NANOSECOND);
         let mut window = self.row.ring;
@@ -200,8 +226,11 @@ impl Copy<'_> {
     /// that it may read on this stream.
     pub(crate) unsafe fn dtoh(mut self) -> Outcome {
         let board = self.held.board();
-        // SAFETY: the caller's promise.
-        let huge_pages = unsafe { HugePages::for_destination(self.host, self.bytes) };
+        let huge_pages = match self.rows {
+            // SAFETY: the caller's promise.
+            None => unsafe { HugePages::for_destination(self.host, self.bytes) },
+            Some(_) => None,
+        };
         if let Some(pages) = &huge_pages {
             // SAFETY: they are part of the destination.
             unsafe { self.touch(board, pages) };
@@ -301,6 +330,7 @@ impl Copy<'_> {
             ring_bytes: pinned.bytes(),
             ring_start: (start % pinned.bytes() as u64) as usize,
             slice_bytes: self.row.slice as usize,
+            rows: self.rows.filter(|rows| !rows.is_linear_on_host()),
             work: if into_ring {
                 Work::IntoRing
             } else {
@@ -347,15 +377,24 @@ impl Copy<'_> {
         let (offset, end) = (from * slice, (to * slice).min(self.bytes));
         let capacity = self.held.pinned.bytes() as u64;
         let place = ((start + offset) % capacity) as usize;
-        let bytes = (end - offset) as usize;
-        let device = self.device + offset;
+        let bytes = end - offset;
+        let in_one_piece = self.rows.is_none_or(|rows| rows.is_linear_to_device());
         // SAFETY: `room` kept the slot within one registered piece of the ring; the device range is part of the caller's.
         let result = unsafe {
             let ring = self.held.pinned.ring().add(place);
-            if to_device {
-                self.stream.copy_to_device(device, ring, bytes)
-            } else {
-                self.stream.copy_to_host(ring, device, bytes)
+            match (&self.rows, to_device) {
+                (Some(rows), _) if !in_one_piece => {
+                    let (first, height) = (offset / rows.ring_pitch, bytes / rows.ring_pitch);
+                    let device = self.device + first * rows.device_pitch;
+                    let copy = rows.copy(ring as u64, rows.ring_pitch, device, height, to_device);
+                    self.stream.copy_rows(&copy)
+                }
+                (_, true) => self
+                    .stream
+                    .copy_to_device(self.device + offset, ring, bytes as usize),
+                (_, false) => self
+                    .stream
+                    .copy_to_host(ring, self.device + offset, bytes as usize),
             }
         };
         if result != code::SUCCESS {

@@ -383,7 +383,7 @@ fn copies_that_are_not_between_pageable_and_device_memory_pass() {
     assert_eq!(ask(mock::HTOD, d, h, 65_535), passed(BelowCutOver));
     assert_eq!(ask(mock::HTOD, d, h, 0), passed(BelowCutOver));
     assert_eq!(
-        ask(12, d, h, bytes),
+        ask(cmt_common::api::HOOKED, d, h, bytes),
         passed(BelowCutOver),
         "not a hooked function"
     );

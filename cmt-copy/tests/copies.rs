@@ -5,7 +5,7 @@ mod mock;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use cmt_copy::{Engine, Outcome, PassReason, Plan};
+use cmt_copy::{Engine, Memcpy2D, Outcome, PassReason, Plan, Side2D};
 use mock::{Context, Kind, Memory};
 use proptest::prelude::*;
 
@@ -248,4 +248,164 @@ fn named_threads() -> usize {
         .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok())
         .filter(|name| name.starts_with("cmt-copy-"))
         .count()
+}
+
+/// A rectangle and where it lies.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    width: u64,
+    height: u64,
+    /// Behind each row, and in front of the first: on the host, on the device.
+    gaps: [u64; 2],
+    offsets: [u64; 2],
+}
+
+impl Shape {
+    fn pitch(&self, side: usize) -> u64 {
+        self.offsets[side] + self.width + self.gaps[side]
+    }
+
+    /// Length of the memory that holds it, with a row in front of it and nothing behind the last byte.
+    fn extent(&self, side: usize) -> usize {
+        (self.pitch(side) * self.height + self.offsets[side] + self.width) as usize
+    }
+
+    fn side(&self, side: usize, memory_type: u32, address: u64) -> Side2D {
+        Side2D {
+            x_bytes: self.offsets[side],
+            y: 1,
+            memory_type,
+            host: if memory_type == 1 { address } else { 0 },
+            device: if memory_type == 1 { 0 } else { address },
+            array: 0,
+            pitch: self.pitch(side),
+        }
+    }
+
+    /// What a copy from `from` to `to` makes of `to`.
+    fn apply(&self, from: (&[u8], usize), to: (&mut [u8], usize)) {
+        for row in 1..=self.height {
+            let place = |side: usize| (row * self.pitch(side) + self.offsets[side]) as usize;
+            let (a, b, width) = (place(from.1), place(to.1), self.width as usize);
+            to.0[b..b + width].copy_from_slice(&from.0[a..a + width]);
+        }
+    }
+}
+
+/// Copies a rectangle to the device and back into other memory, and compares every byte of all three.
+fn rows_there_and_back(
+    engine: &Engine,
+    context: &Context,
+    (function, stream): (usize, usize),
+    shape: Shape,
+    unified: bool,
+    seed: u64,
+) -> Result<(), String> {
+    const HOST: usize = 0;
+    const DEVICE: usize = 1;
+    let mut source = Memory::host(shape.extent(HOST), 3, seed);
+    let mut device = Memory::known(context, Kind::Device, shape.extent(DEVICE), 0, !seed);
+    let mut back = Memory::host(shape.extent(HOST), 5, seed ^ 0xABC);
+    let (mut on_device, mut at_home) = (device.data().to_vec(), back.data().to_vec());
+    shape.apply((source.data(), HOST), (&mut on_device, DEVICE));
+    shape.apply((&on_device, DEVICE), (&mut at_home, HOST));
+    let kinds = if unified { [4, 4] } else { [1, 2] };
+    let [host, away, home] = [
+        shape.side(HOST, kinds[0], source.address()),
+        shape.side(DEVICE, kinds[1], device.address()),
+        shape.side(HOST, kinds[0], back.address()),
+    ];
+    for (src, dst) in [(host, away), (away, home)] {
+        let copy = Memcpy2D {
+            src,
+            dst,
+            width_bytes: shape.width,
+            height: shape.height,
+        };
+        // SAFETY: the memory above, which outlives the call.
+        let outcome = unsafe { engine.copy_2d(function, &copy, stream) };
+        // From here on the source is the application's again.
+        mock::fill(source.data(), seed ^ 0xFFFF);
+        if outcome != STAGED {
+            return Err(format!("{outcome:?}"));
+        }
+    }
+    if device.data() != on_device {
+        return Err("device".to_owned());
+    }
+    if back.data() != at_home {
+        return Err("destination".to_owned());
+    }
+    match source.wrong(seed ^ 0xFFFF) {
+        Some(wrong) => Err(format!("source: {wrong}")),
+        None => Ok(()),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_rectangle_moves_every_byte_of_its_rows_and_no_other(
+        plan in any_plan(),
+        width in prop_oneof![16u64..300, 300u64..20_000, 100_000u64..=1 << 20, (4u32..=20).prop_map(|n| 1 << n)],
+        bytes in 1u64..4_000_000,
+        gaps in prop_oneof![Just([0; 2]), [0u64..2000, 0u64..2000]],
+        offsets in prop_oneof![Just([0; 2]), [0u64..70, 0u64..70]],
+        kind in 0usize..3,
+        unified: bool,
+        seed: u64,
+    ) {
+        let context = Context::new();
+        let engine = mock::engine(plan, 6);
+        let way = match kind {
+            0 => (mock::ROWS, 0),
+            1 => (mock::ROWS_ASYNC, context.stream().handle),
+            _ => (mock::ROWS_ASYNC_PTSZ, 0),
+        };
+        let shape = Shape { width, height: (bytes / width).max(1), gaps, offsets };
+        let result = rows_there_and_back(&engine, &context, way, shape, unified, seed);
+        prop_assert_eq!(result, Ok(()), "{:?}", shape);
+        engine.shutdown();
+        if kind == 0 {
+            prop_assert_eq!(context.stock_copies.load(Ordering::Relaxed), 0);
+        }
+        prop_assert_eq!(context.pinned_bytes(), 0);
+    }
+}
+
+#[test]
+fn a_rectangle_that_does_not_fit_hands_its_last_rows_to_stock() {
+    let context = Context::new();
+    let engine = mock::engine(mock::one_row(256 << 10, 64 << 10, MIB, 2, 0), 2);
+    let stream = context.stream();
+    let shape = Shape {
+        width: 3000,
+        height: 5000,
+        gaps: [100, 72],
+        offsets: [8, 0],
+    };
+    let mut source = Memory::host(shape.extent(0), 3, 1);
+    let mut device = Memory::known(&context, Kind::Device, shape.extent(1), 0, 2);
+    let mut expected = device.data().to_vec();
+    shape.apply((source.data(), 0), (&mut expected, 1));
+    let copy = Memcpy2D {
+        src: shape.side(0, 1, source.address()),
+        dst: shape.side(1, 2, device.address()),
+        width_bytes: shape.width,
+        height: shape.height,
+    };
+    let gate = stream.block();
+    let outcome = mock::within_30_s(|| {
+        // SAFETY: the memory above, which outlives the copy.
+        unsafe { engine.copy_2d(mock::ROWS_ASYNC, &copy, stream.handle) }
+    });
+    assert_eq!(outcome, STAGED);
+    mock::fill(source.data(), 3);
+    let by_stock = context.stock_bytes.load(Ordering::Relaxed);
+    assert!(by_stock > 0 && by_stock < shape.width * shape.height);
+    gate.open();
+    stream.finish();
+    assert!(device.data() == expected);
+    engine.shutdown();
 }

@@ -5,9 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use cmt_common::api::{COPY_FNS, Direction, DirectionFrom, HOOKED};
+use cmt_common::api::{COPY_FNS, Direction, DirectionFrom, HOOKED, Shape};
 use cmt_common::control::{Control, PassReason, Plan};
-use cmt_copy::{Driver, Engine, Outcome, Request};
+use cmt_copy::{Driver, Engine, Memcpy2D, Outcome, Request};
 
 /// How the original of hooked function `i` is called; 0 before it is prepared.
 static ORIGINALS: [AtomicU64; HOOKED] = [const { AtomicU64::new(0) }; HOOKED];
@@ -31,6 +31,8 @@ struct Line<T>(T);
 
 type SyncCopy = unsafe extern "C" fn(u64, u64, usize) -> i32;
 type AsyncCopy = unsafe extern "C" fn(u64, u64, usize, usize) -> i32;
+type Copy2D = unsafe extern "C" fn(*const Memcpy2D) -> i32;
+type AsyncCopy2D = unsafe extern "C" fn(*const Memcpy2D, usize) -> i32;
 
 macro_rules! replacements {
     ($($index:literal => $kind:ident),* $(,)?) => {
@@ -44,19 +46,23 @@ macro_rules! replacements {
     };
     (@ sync $index:literal) => { sync_copy::<$index> as *const () as u64 };
     (@ stream $index:literal) => { stream_copy::<$index> as *const () as u64 };
+    (@ sync_2d $index:literal) => { sync_copy_2d::<$index> as *const () as u64 };
+    (@ stream_2d $index:literal) => { stream_copy_2d::<$index> as *const () as u64 };
 }
 
 replacements! {
     0 => sync, 1 => sync, 2 => sync, 3 => sync, 4 => stream, 5 => stream,
     6 => stream, 7 => stream, 8 => sync, 9 => sync, 10 => stream, 11 => stream,
+    12 => sync_2d, 13 => sync_2d, 14 => sync_2d, 15 => sync_2d, 16 => stream_2d, 17 => stream_2d,
 }
 
 const _: () = {
     let mut index = 0;
     while index < HOOKED {
-        let stream = matches!(index, 4..=7 | 10..=11);
+        let stream = matches!(index, 4..=7 | 10..=11 | 16..=17);
+        let of_rows = matches!(COPY_FNS[index].shape, Shape::DriverStruct2D);
         assert!(
-            COPY_FNS[index].stream.is_some() == stream,
+            COPY_FNS[index].stream.is_some() == stream && of_rows == (index >= 12),
             "a replacement has another signature than its function"
         );
         index += 1;
@@ -79,9 +85,61 @@ extern "C" fn stream_copy<const F: usize>(dst: u64, src: u64, bytes: usize, stre
     })
 }
 
+extern "C" fn sync_copy_2d<const F: usize>(copy: *const Memcpy2D) -> i32 {
+    // SAFETY: the application's structure, which the original function would read, too.
+    unsafe { stage_2d(F, copy, 0) }.unwrap_or_else(|| {
+        let original = ORIGINALS[F].load(Ordering::Relaxed) as *const ();
+        // SAFETY: as in `sync_copy`.
+        unsafe { std::mem::transmute::<*const (), Copy2D>(original)(copy) }
+    })
+}
+
+extern "C" fn stream_copy_2d<const F: usize>(copy: *const Memcpy2D, stream: usize) -> i32 {
+    // SAFETY: as in `sync_copy_2d`.
+    unsafe { stage_2d(F, copy, stream) }.unwrap_or_else(|| {
+        let original = ORIGINALS[F].load(Ordering::Relaxed) as *const ();
+        // SAFETY: as in `sync_copy`.
+        unsafe { std::mem::transmute::<*const (), AsyncCopy2D>(original)(copy, stream) }
+    })
+}
+
 /// Stages a copy and returns its result; `None` if the original function is to do it.
 #[inline]
 fn stage(function: usize, dst: u64, src: u64, bytes: usize, stream: usize) -> Option<i32> {
+    let request = Request {
+        function,
+        dst,
+        src,
+        bytes,
+        stream,
+    };
+    enter(function, bytes, is_dtoh(&request), |engine| {
+        // SAFETY: the caller's copy, under the caller's own CUDA contract.
+        unsafe { engine.copy(&request) }
+    })
+}
+
+/// The same for a rectangle.
+///
+/// # Safety
+/// `copy` must be null or lead to a structure.
+unsafe fn stage_2d(function: usize, copy: *const Memcpy2D, stream: usize) -> Option<i32> {
+    // SAFETY: the caller's promise. A copy of it, so that nobody changes it between two looks.
+    let copy = unsafe { copy.as_ref() }.copied()?;
+    enter(function, copy.bytes(), copy.says_to_host(), |engine| {
+        // SAFETY: the caller's copy, under the caller's own CUDA contract.
+        unsafe { engine.copy_2d(function, &copy, stream) }
+    })
+}
+
+/// Asks the engine, if it is to be asked; `to_host` is for the counters.
+#[inline]
+fn enter(
+    function: usize,
+    bytes: usize,
+    to_host: bool,
+    ask: impl FnOnce(&Engine) -> Outcome,
+) -> Option<i32> {
     // SAFETY: once set, the pointer is valid for the life of the process.
     let control = unsafe { CONTROL.load(Ordering::Acquire).as_ref() }?;
     if !ENABLED.load(Ordering::Relaxed) {
@@ -96,16 +154,7 @@ fn stage(function: usize, dst: u64, src: u64, bytes: usize, stream: usize) -> Op
     // From here on `disable` waits for us. The second look makes sure that it has seen us.
     IN_FLIGHT.0.fetch_add(1, Ordering::SeqCst);
     let result = if ENABLED.load(Ordering::SeqCst) {
-        stage_enabled(
-            control,
-            Request {
-                function,
-                dst,
-                src,
-                bytes,
-                stream,
-            },
-        )
+        ask_enabled(control, bytes as u64, to_host, ask)
     } else {
         pass(control, PassReason::Disabled)
     };
@@ -113,16 +162,19 @@ fn stage(function: usize, dst: u64, src: u64, bytes: usize, stream: usize) -> Op
     result
 }
 
-fn stage_enabled(control: &Control, request: Request) -> Option<i32> {
+fn ask_enabled(
+    control: &Control,
+    bytes: u64,
+    to_host: bool,
+    ask: impl FnOnce(&Engine) -> Outcome,
+) -> Option<i32> {
     // SAFETY: the engine is freed only after `ENABLED` was cleared and `IN_FLIGHT` has reached 0.
     let engine = unsafe { ENGINE.load(Ordering::Acquire).as_ref() }?;
-    let bytes = request.bytes as u64;
-    // SAFETY: the caller's copy, under the caller's own CUDA contract.
-    let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { engine.copy(&request) }));
+    let outcome = catch_unwind(AssertUnwindSafe(|| ask(engine)));
     let counters = &control.counters;
     match outcome {
         Ok(Outcome::Staged(code)) => {
-            let direction = usize::from(is_dtoh(&request));
+            let direction = usize::from(to_host);
             if code == 0 {
                 counters.staged_calls[direction].fetch_add(1, Ordering::Relaxed);
                 counters.staged_bytes[direction].fetch_add(bytes, Ordering::Relaxed);

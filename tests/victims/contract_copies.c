@@ -188,32 +188,122 @@ static void one_sided(void)
     must(cuMemFree_v2(b), "cuMemFree");
 }
 
-/* Rows with gaps on both sides: the gaps stay. */
+/* One way to ask for a rectangle. */
+static CUresult of_rows(int way, const CUDA_MEMCPY2D *copy, CUstream stream)
+{
+    switch (way) {
+    case 0: return cuMemcpy2D_v2(copy);
+    case 1: return cuMemcpy2D_v2_ptds(copy);
+    case 2: return cuMemcpy2DUnaligned_v2(copy);
+    case 3: return cuMemcpy2DUnaligned_v2_ptds(copy);
+    case 4: return cuMemcpy2DAsync_v2(copy, stream);
+    default: return cuMemcpy2DAsync_v2_ptsz(copy, stream);
+    }
+}
+
+/* Rows of a rectangle that begins some bytes and a row behind its memory, there and back. What lies between the rows stays,
+ * on both sides; rows are copied whole. */
+static void rectangle(const char *name, size_t width, size_t height, size_t gap, size_t aside)
+{
+    static const char *const ways[] = {"sync", "sync ptds", "unaligned", "unaligned ptds", "async", "async ptsz"};
+    size_t host_pitch = aside + width + gap, pitch = aside + width + 2 * gap, rows = height + 1;
+    CUdeviceptr device = device_memory(pitch * rows);
+    CUstream stream = new_stream(CU_STREAM_NON_BLOCKING);
+    unsigned char *source = host_zeros(host_pitch * rows), *back = host_zeros(host_pitch * rows);
+    unsigned char *whole = host_zeros(pitch * rows);
+    for (int way = 0; way < 6; way++) {
+        bool unified = way == 3 || way == 4;
+        fill_pattern(source, host_pitch * rows, 41 + (unsigned)way);
+        memset(back, 0xa5, host_pitch * rows);
+        device_fill_byte(device, pitch * rows, 0x5a);
+        CUDA_MEMCPY2D there = {.srcXInBytes = aside, .srcY = 1, .srcMemoryType = CU_MEMORYTYPE_HOST, .srcHost = source,
+                               .srcPitch = host_pitch, .dstXInBytes = aside, .dstY = 1,
+                               .dstMemoryType = CU_MEMORYTYPE_DEVICE, .dstDevice = device, .dstPitch = pitch,
+                               .WidthInBytes = width, .Height = height};
+        CUDA_MEMCPY2D away = {.dstXInBytes = aside, .dstY = 1, .dstMemoryType = CU_MEMORYTYPE_HOST, .dstHost = back,
+                              .dstPitch = host_pitch, .srcXInBytes = aside, .srcY = 1,
+                              .srcMemoryType = CU_MEMORYTYPE_DEVICE, .srcDevice = device, .srcPitch = pitch,
+                              .WidthInBytes = width, .Height = height};
+        if (unified) {
+            there.srcMemoryType = there.dstMemoryType = CU_MEMORYTYPE_UNIFIED;
+            there.srcHost = NULL, there.srcDevice = (uintptr_t)source;
+            away.srcMemoryType = away.dstMemoryType = CU_MEMORYTYPE_UNIFIED;
+            away.dstHost = NULL, away.dstDevice = (uintptr_t)back;
+        }
+        CUresult first = of_rows(way, &there, stream);
+        /* The source is the program's again. */
+        unsigned char *kept = host_zeros(host_pitch * rows);
+        memcpy(kept, source, host_pitch * rows);
+        memset(source, 0, host_pitch * rows);
+        CUresult second = of_rows(way, &away, stream);
+        must(cuCtxSynchronize(), "cuCtxSynchronize");
+        must(cuMemcpyDtoH_v2(whole, device, pitch * rows), "cuMemcpyDtoH");
+        bool right = is_byte(whole, pitch + aside, 0x5a) && is_byte(back, host_pitch + aside, 0xa5);
+        for (size_t row = 1; row < rows; row++) {
+            unsigned char *line = back + row * host_pitch, *there_line = whole + row * pitch;
+            unsigned char *wanted = kept + row * host_pitch + aside;
+            right = right && !memcmp(line + aside, wanted, width) && !memcmp(there_line + aside, wanted, width) &&
+                    is_byte(line, aside, 0xa5) && is_byte(line + aside + width, gap, 0xa5) &&
+                    is_byte(there_line, aside, 0x5a) && is_byte(there_line + aside + width, 2 * gap, 0x5a);
+        }
+        char variant[80];
+        snprintf(variant, sizeof variant, "%s %s%s", name, ways[way], unified ? " unified" : "");
+        report(variant, "ret=%d,%d bytes_ok=%d", first, second, right);
+        host_free(kept, host_pitch * rows);
+    }
+    host_free(source, host_pitch * rows);
+    host_free(back, host_pitch * rows);
+    host_free(whole, pitch * rows);
+    must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
+    must(cuMemFree_v2(device), "cuMemFree");
+}
+
 static void two_d(void)
 {
-    enum { WIDTH = 3000, HEIGHT = 500, HOST_PITCH = 3584, DEVICE_PITCH = 4096 };
-    CUdeviceptr device = device_memory(DEVICE_PITCH * HEIGHT);
-    unsigned char *source = host_pattern(HOST_PITCH * HEIGHT, 41), *back = host_zeros(HOST_PITCH * HEIGHT);
-    memset(back, 0xa5, HOST_PITCH * HEIGHT);
-    CUDA_MEMCPY2D there = {.srcMemoryType = CU_MEMORYTYPE_HOST, .srcHost = source, .srcPitch = HOST_PITCH,
-                           .dstMemoryType = CU_MEMORYTYPE_DEVICE, .dstDevice = device, .dstPitch = DEVICE_PITCH,
+    rectangle("of pixels", 100, 30000, 28, 12);
+    rectangle("of lines", 3000, 1500, 584, 0);
+    rectangle("of powers of two", 4096, 1024, 4096, 0);
+    rectangle("without gaps", 4096, 1024, 0, 0);
+    rectangle("of long rows", MIB, 4, 4096, 512);
+    rectangle("of rows that are too long", 2 * MIB, 3, 64, 0);
+    rectangle("of one row", 3 * MIB / 4, 1, 64, 64);
+    rectangle("of a byte", 1, 50000, 1, 0);
+}
+
+/* A rectangle on a busy stream: what waits, and that the source may be changed at once. */
+static void two_d_busy(void)
+{
+    enum { WIDTH = 3000, PITCH = 3584, HEIGHT = 600 };
+    CUdeviceptr device = device_memory(PITCH * HEIGHT);
+    CUstream stream = new_stream(CU_STREAM_NON_BLOCKING);
+    unsigned char *source = host_pattern(PITCH * HEIGHT, 51), *back = host_zeros(PITCH * HEIGHT);
+    unsigned char *kept = host_pattern(PITCH * HEIGHT, 51);
+    CUDA_MEMCPY2D there = {.srcMemoryType = CU_MEMORYTYPE_HOST, .srcHost = source, .srcPitch = PITCH,
+                           .dstMemoryType = CU_MEMORYTYPE_DEVICE, .dstDevice = device, .dstPitch = PITCH,
                            .WidthInBytes = WIDTH, .Height = HEIGHT};
-    CUDA_MEMCPY2D away = {.dstMemoryType = CU_MEMORYTYPE_HOST, .dstHost = back, .dstPitch = HOST_PITCH,
-                          .srcMemoryType = CU_MEMORYTYPE_DEVICE, .srcDevice = device, .srcPitch = DEVICE_PITCH,
+    CUDA_MEMCPY2D away = {.dstMemoryType = CU_MEMORYTYPE_HOST, .dstHost = back, .dstPitch = PITCH,
+                          .srcMemoryType = CU_MEMORYTYPE_DEVICE, .srcDevice = device, .srcPitch = PITCH,
                           .WidthInBytes = WIDTH, .Height = HEIGHT};
-    CUresult first = cuMemcpy2DUnaligned_v2(&there), second = cuMemcpy2D_v2(&away);
+    struct busy busy;
+    make_busy(stream, &busy);
+    CUresult result = cuMemcpy2DAsync_v2(&there, stream);
+    report("HtoD", "ret=%d waited=%d", result, busy.over);
+    memset(source, 0, PITCH * HEIGHT);
+    must(cuStreamSynchronize(stream), "cuStreamSynchronize");
+    make_busy(stream, &busy);
+    result = cuMemcpy2DAsync_v2(&away, stream);
     bool right = true;
-    for (size_t row = 0; row < HEIGHT; row++) {
-        unsigned char *line = back + row * HOST_PITCH;
-        right = right && !memcmp(line, source + row * HOST_PITCH, WIDTH) &&
-                is_byte(line + WIDTH, HOST_PITCH - WIDTH, 0xa5);
-    }
-    report("", "ret=%d,%d bytes_ok=%d", first, second, right);
-    host_free(source, HOST_PITCH * HEIGHT);
-    host_free(back, HOST_PITCH * HEIGHT);
+    for (size_t row = 0; row < HEIGHT; row++)
+        right = right && !memcmp(back + row * PITCH, kept + row * PITCH, WIDTH);
+    report("DtoH", "ret=%d bytes_ok=%d waited=%d", result, right, busy.over);
+    must(cuStreamSynchronize(stream), "cuStreamSynchronize");
+    host_free(source, PITCH * HEIGHT);
+    host_free(back, PITCH * HEIGHT);
+    host_free(kept, PITCH * HEIGHT);
+    must(cuStreamDestroy_v2(stream), "cuStreamDestroy");
     must(cuMemFree_v2(device), "cuMemFree");
 }
 
 const struct contract_case copy_cases[] = {
     {"copy", functions}, {"unaligned", unaligned}, {"read_only_source", read_only_source},
-    {"driver_memory", driver_memory}, {"one_sided", one_sided}, {"two_d", two_d}, {0}};
+    {"driver_memory", driver_memory}, {"one_sided", one_sided}, {"two_d", two_d}, {"two_d_busy", two_d_busy}, {0}};

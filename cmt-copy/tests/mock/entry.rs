@@ -8,10 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use cmt_common::api::{DRIVER_FNS, DriverFn, HOOKED};
 
+use cmt_copy::Memcpy2D;
+
 use super::stream::Work;
 use super::{
     CAPTURE_MODE, CURRENT, Context, DTOH_ASYNC, DTOH_ASYNC_PTSZ, HTOD_ASYNC, HTOD_ASYNC_PTSZ, Kind,
-    NOT_READY, Range, Stream, books, fresh, range_of,
+    NOT_READY, ROWS_ASYNC, ROWS_ASYNC_PTSZ, Range, Stream, books, fresh, range_of,
 };
 
 const DRIVER_COUNT: usize = DRIVER_FNS.len();
@@ -27,6 +29,8 @@ pub fn table() -> ([u64; HOOKED], [u64; DRIVER_COUNT]) {
     originals[HTOD_ASYNC_PTSZ] = htod_async_ptsz as *const () as u64;
     originals[DTOH_ASYNC] = dtoh_async as *const () as u64;
     originals[DTOH_ASYNC_PTSZ] = dtoh_async_ptsz as *const () as u64;
+    originals[ROWS_ASYNC] = rows_async as *const () as u64;
+    originals[ROWS_ASYNC_PTSZ] = rows_async_ptsz as *const () as u64;
     let mut driver = [0; DRIVER_COUNT];
     let entries: [(DriverFn, *const ()); 26] = [
         (DriverFn::CtxGetCurrent, ctx_get_current as *const ()),
@@ -163,6 +167,73 @@ extern "C" fn dtoh_async(to: *mut c_void, from: u64, bytes: usize, handle: usize
 }
 extern "C" fn dtoh_async_ptsz(to: *mut c_void, from: u64, bytes: usize, handle: usize) -> i32 {
     copy(to as u64, from, bytes, handle, true, false)
+}
+
+/// A copy of a rectangle without offsets, between host and device.
+fn copy_rows(copy: &Memcpy2D, handle: usize, per_thread: bool) -> i32 {
+    let (Some(context), Some(stream)) = (current(), stream(handle, per_thread)) else {
+        return 201;
+    };
+    context.dma_calls.fetch_add(1, Ordering::Relaxed);
+    if context.copies_left.fetch_sub(1, Ordering::Relaxed) <= 0 {
+        return context.copy_code.load(Ordering::Relaxed);
+    }
+    let (src, dst) = (&copy.src, &copy.dst);
+    let to_device = (src.memory_type, dst.memory_type) == (1, 2);
+    assert!(to_device || (src.memory_type, dst.memory_type) == (2, 1));
+    assert_eq!([src.x_bytes, src.y, dst.x_bytes, dst.y], [0; 4]);
+    let (host, device) = if to_device { (src, dst) } else { (dst, src) };
+    let extent = |pitch: u64| pitch * (copy.height - 1) + copy.width_bytes;
+    match range_of(device.device, extent(device.pitch)) {
+        Some((_, range)) if range.kind == Kind::Device => {}
+        _ => return 1,
+    }
+    let (width, height) = (copy.width_bytes, copy.height);
+    match known(host.host) {
+        Some(_) => match range_of(host.host, extent(host.pitch)) {
+            Some((_, range)) if range.kind == Kind::Pinned => {
+                stream.push(Work::Rows {
+                    to: if to_device { dst.device } else { dst.host },
+                    to_pitch: dst.pitch,
+                    from: if to_device { src.host } else { src.device },
+                    from_pitch: src.pitch,
+                    width,
+                    height,
+                });
+                0
+            }
+            _ => 1, // Leaves its registration.
+        },
+        None if to_device => {
+            context.stock_copies.fetch_add(1, Ordering::Relaxed);
+            context
+                .stock_bytes
+                .fetch_add(width * height, Ordering::Relaxed);
+            for row in 0..height {
+                let mut bytes = vec![0; width as usize];
+                let from = (host.host + row * host.pitch) as *const u8;
+                // SAFETY: the caller's memory, as for the real function.
+                unsafe {
+                    bytes
+                        .as_mut_ptr()
+                        .copy_from_nonoverlapping(from, width as usize);
+                }
+                let to = device.device + row * device.pitch;
+                stream.push(Work::Staged { to, bytes });
+            }
+            0
+        }
+        None => 1,
+    }
+}
+
+extern "C" fn rows_async(copy: *const Memcpy2D, handle: usize) -> i32 {
+    // SAFETY: the engine passes a pointer to its own local.
+    copy_rows(unsafe { &*copy }, handle, false)
+}
+extern "C" fn rows_async_ptsz(copy: *const Memcpy2D, handle: usize) -> i32 {
+    // SAFETY: as above.
+    copy_rows(unsafe { &*copy }, handle, true)
 }
 
 /// Writes `value` to `out`.

@@ -37,6 +37,9 @@ pub const DTOH_ASYNC: usize = 6;
 pub const DTOH_ASYNC_PTSZ: usize = 7;
 pub const ANY: usize = 8;
 pub const ANY_ASYNC: usize = 10;
+pub const ROWS: usize = 12;
+pub const ROWS_ASYNC: usize = 16;
+pub const ROWS_ASYNC_PTSZ: usize = 17;
 
 /// What kind of memory an address range is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -15,6 +15,15 @@ pub enum Work {
         from: u64,
         bytes: usize,
     },
+    /// The same for rows of a rectangle.
+    Rows {
+        to: u64,
+        to_pitch: u64,
+        from: u64,
+        from_pitch: u64,
+        width: u64,
+        height: u64,
+    },
     /// Bytes that were staged when the call was made.
     Staged {
         to: u64,
@@ -165,6 +174,21 @@ impl Stream {
                         ((to as usize + at) as *mut u8)
                             .copy_from_nonoverlapping((from as usize + at) as *const u8, bytes);
                     }
+                }
+            }
+            Work::Rows {
+                to,
+                to_pitch,
+                from,
+                from_pitch,
+                width,
+                height,
+            } => {
+                for row in 0..height {
+                    let to = (to + row * to_pitch) as *mut u8;
+                    let from = (from + row * from_pitch) as *const u8;
+                    // SAFETY: as above.
+                    unsafe { to.copy_from_nonoverlapping(from, width as usize) };
                 }
             }
             Work::Staged { to, bytes } => {
