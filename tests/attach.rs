@@ -1,7 +1,7 @@
 //! `cmt attach` swaps the copier of a running program, compares, and `cmt detach` puts the old one back.
 
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cmt_tests::{Finished, Rung, Victim, built, cmt, require, spawn_cmt};
 use serde_json::Value;
@@ -350,4 +350,35 @@ fn assert_stopped_nowhere(victim: &Victim, round: u64) {
             "round {round}: {state}"
         );
     }
+}
+
+/// Copies whose addresses decide are counted where they went, each attach counts from its own begin, and a process that
+/// stands still is listed like any other.
+#[test]
+fn status_tells_directions_begins_anew_and_lists_what_stands_still() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let arguments = ["--threads", "1", "--bytes", "4M", "--default-kind"];
+    let victim = Victim::start("victim-rt", arguments);
+    attach_and_expect_success(&victim);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while staged(&status(&victim)).into_iter().any(|calls| calls < 20) {
+        assert!(Instant::now() < deadline, "{}", status(&victim));
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let [there, back] = staged(&status(&victim));
+    assert!(there.abs_diff(back) <= 2, "{there} there, {back} back");
+    victim.signal(libc::SIGSTOP);
+    let listed = cmt(["status"]);
+    victim.signal(libc::SIGCONT);
+    assert_eq!(listed.code, Some(0), "{listed:#?}");
+    let pid = victim.pid.to_string();
+    assert!(listed.stdout.contains(&pid), "{listed:#?}");
+    detach(&victim);
+    attach_and_expect_success(&victim);
+    let [anew, _] = staged(&status(&victim));
+    assert!(anew < there, "{anew} after {there}");
+    detach(&victim);
+    assert_eq!(victim.stop()["mismatches"], 0);
 }

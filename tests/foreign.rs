@@ -3,7 +3,7 @@
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use cmt_tests::{Rung, Victim, built, refusal, require_packages, workspace};
+use cmt_tests::{Rung, Victim, built, cmt, refusal, require_packages, workspace};
 
 /// Compiles the program without CUDA in another way.
 #[track_caller]
@@ -97,6 +97,36 @@ fn traced_by(pid: u32) -> String {
 #[test]
 fn under_strace() {
     held_by("strace", &["-f", "-o", "/dev/null", "-p"]);
+}
+
+/// A debugger that looks at the process later opens its libraries by the names that the loader knows. (As `/proc/self/fd/4`
+/// it opened a pipe of its own, and hung.)
+#[test]
+fn gdb_after_an_attach() {
+    let Some(_turn) = require_packages(Rung::StandIn, &[("gdb", "gdb"), ("timeout", "coreutils")])
+    else {
+        return;
+    };
+    let mut victim = Victim::start("victim-drv", ["--bytes", "1M"]);
+    victim.next_line().expect("all its threads are there");
+    let pid = victim.pid.to_string();
+    let look = || {
+        let mut command = Command::new("timeout");
+        command.args(["-k", "1", "60", "gdb", "-nx", "-q", "-batch"]);
+        command.args(["-ex", "info sharedlibrary", "-p", &pid]);
+        let output = command.stdin(Stdio::null()).output().expect("run gdb");
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{output:?}");
+        assert!(!said.contains("/proc/self/fd"), "{said}");
+        said
+    };
+    let attached = cmt(["attach", &pid, "--before", "0s", "--after", "0s"]);
+    assert_eq!(attached.code, Some(0), "{attached:#?}");
+    assert!(look().contains("memfd:cmt"), "the payload is not listed");
+    let detached = cmt(["detach", &pid]);
+    assert_eq!(detached.code, Some(0), "{detached:#?}");
+    look();
+    assert_eq!(victim.stop()["mismatches"], 0);
 }
 
 #[test]

@@ -9,7 +9,8 @@ use tokio::signal::unix::{SignalKind, signal};
 /// How often `ended` is asked.
 const STEP: Duration = Duration::from_millis(50);
 
-/// Waits for `length`, or until `ended` says so; true if Ctrl-C or SIGTERM cut it short.
+/// Waits for `length`, or until `ended` says so; true if Ctrl-C, SIGTERM or the end of the terminal (SIGHUP) cut it
+/// short.
 ///
 /// Shows a bar on stderr where that is a terminal.
 pub fn with_progress(
@@ -32,6 +33,7 @@ pub fn with_progress(
     let interrupted = runtime.block_on(async {
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut terminate = signal(SignalKind::terminate())?;
+        let mut hang_up = signal(SignalKind::hangup())?;
         let started = Instant::now();
         while started.elapsed() < length && !ended() {
             let step = STEP.min(length.saturating_sub(started.elapsed()));
@@ -39,6 +41,7 @@ pub fn with_progress(
                 () = tokio::time::sleep(step) => bar.set_position(started.elapsed().as_millis() as u64),
                 _ = interrupt.recv() => return Ok(true),
                 _ = terminate.recv() => return Ok(true),
+                _ = hang_up.recv() => return Ok(true),
             }
         }
         anyhow::Ok(false)

@@ -2,7 +2,7 @@
 //!
 //! Pure judgement; acting on it is the command's business.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use cmt_common::api::{COPY_FNS, Direction};
 
@@ -11,6 +11,8 @@ use crate::trace::Snapshot;
 
 /// A class is only judged by this many calls on either side.
 const ENOUGH_CALLS: u64 = 20;
+/// Where some copies failed before, so many must fail to be more.
+const ENOUGH_ERRORS: u64 = 10;
 /// Slower than this share of the rate before is no longer noise.
 const NOISE: f64 = 0.95;
 
@@ -46,28 +48,55 @@ pub fn slower(comparison: &Comparison) -> Vec<Slower> {
         .collect()
 }
 
-/// Functions whose calls failed in the second window, though they were called without a failure in the first.
+/// Calls of one function, and how many of them failed.
+#[derive(Clone, Copy, Default)]
+struct Calls {
+    all: u64,
+    failed: u64,
+}
+
+fn by_function(snapshot: &Snapshot) -> BTreeMap<u16, Calls> {
+    let mut calls = BTreeMap::<u16, Calls>::new();
+    for (key, stat) in &snapshot.rows {
+        let calls = calls.entry(key.function).or_default();
+        calls.all += stat.calls;
+        calls.failed += stat.errors;
+    }
+    calls
+}
+
+/// How many copies failed in both windows; `None` where none did.
+pub fn errors(before: &Snapshot, after: &Snapshot) -> Option<String> {
+    let [before, after] = [before, after].map(|snapshot| {
+        let calls = by_function(snapshot);
+        let sum = |what: fn(&Calls) -> u64| calls.values().map(what).sum::<u64>();
+        (sum(|calls| calls.failed), sum(|calls| calls.all))
+    });
+    (before.0 + after.0 > 0).then(|| {
+        format!(
+            "copies that returned an error: {} of {} before, {} of {} after",
+            before.0, before.1, after.0, after.1
+        )
+    })
+}
+
+/// Functions of which a greater share of calls failed in the second window: more than twice as many as in the first, or any
+/// where none did or where nothing was seen in it.
 pub fn failing(before: &Snapshot, after: &Snapshot) -> Vec<&'static str> {
-    let functions = |snapshot: &Snapshot, failed: bool| -> BTreeSet<u16> {
-        snapshot
-            .rows
-            .iter()
-            .filter(|(_, stat)| {
-                if failed {
-                    stat.errors > 0
-                } else {
-                    stat.calls > 0
-                }
-            })
-            .map(|(key, _)| key.function)
-            .collect()
-    };
-    let called = functions(before, false);
-    let failed_before = functions(before, true);
-    functions(after, true)
+    let before = by_function(before);
+    by_function(after)
         .into_iter()
-        .filter(|function| called.contains(function) && !failed_before.contains(function))
-        .filter_map(|function| COPY_FNS.get(usize::from(function)))
+        .filter(|(function, after)| {
+            let before = before.get(function).copied().unwrap_or_default();
+            match before.failed {
+                0 => after.failed > 0,
+                _ => {
+                    let share = |calls: Calls| calls.failed as f64 / calls.all.max(1) as f64;
+                    after.failed >= ENOUGH_ERRORS && share(*after) > 2.0 * share(before)
+                }
+            }
+        })
+        .filter_map(|(function, _)| COPY_FNS.get(usize::from(function)))
         .map(|function| function.name)
         .collect()
 }
@@ -125,6 +154,22 @@ mod tests {
         let (fine, failing_now) = (snapshot(5, 1000, 0), snapshot(5, 1000, 2));
         assert_eq!(failing(&fine, &failing_now), ["cuMemcpyHtoD_v2"]);
         assert!(failing(&failing_now, &failing_now).is_empty());
-        assert!(failing(&Snapshot::empty(), &failing_now).is_empty());
+        assert_eq!(
+            failing(&Snapshot::empty(), &failing_now),
+            ["cuMemcpyHtoD_v2"]
+        );
+        let (seldom, often) = (snapshot(90, 1000, 10), snapshot(60, 1000, 40));
+        assert_eq!(failing(&seldom, &often), ["cuMemcpyHtoD_v2"]);
+        assert!(failing(&often, &seldom).is_empty());
+        assert!(
+            failing(&seldom, &snapshot(30, 1000, 9)).is_empty(),
+            "too few"
+        );
+        let line = errors(&seldom, &often).expect("there are some");
+        assert!(
+            line.ends_with("10 of 100 before, 40 of 100 after"),
+            "{line}"
+        );
+        assert_eq!(errors(&fine, &fine), None);
     }
 }

@@ -318,7 +318,7 @@ pub const PASS_REASON_NAMES: [&str; PASS_REASONS] = [
     "disabled or forked",
 ];
 
-/// What the payload counts since it was loaded. Written with relaxed atomics; each value is exact, sets of them are not.
+/// What the payload counts since it was attached. Written with relaxed atomics; each value is exact, sets of them are not.
 #[repr(C)]
 pub struct Counters {
     /// Staged copies that returned 0: HtoD, DtoH.
@@ -337,6 +337,19 @@ pub struct Counters {
     pub helpers: AtomicU32,
     /// Zero.
     pub _pad: u32,
+}
+
+impl Counters {
+    /// Begins anew: nothing counts meanwhile.
+    pub fn clear(&self) {
+        let pairs = [&self.staged_calls, &self.staged_bytes, &self.staged_errors];
+        pairs
+            .into_iter()
+            .flatten()
+            .chain(&self.passed)
+            .chain([&self.panics])
+            .for_each(|counter| counter.store(0, core::sync::atomic::Ordering::Relaxed));
+    }
 }
 
 /// The whole block.

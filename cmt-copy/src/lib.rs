@@ -125,8 +125,17 @@ impl Engine {
     /// The arguments must be those of a call that the application made to that CUDA function on this thread, under the
     /// contract that the function has.
     pub unsafe fn copy(&self, request: &Request) -> Outcome {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_and_tell(request) }.0
+    }
+
+    /// The same, and whether the copy was staged to the host.
+    ///
+    /// # Safety
+    /// As [`Engine::copy`].
+    pub unsafe fn copy_and_tell(&self, request: &Request) -> (Outcome, bool) {
         if request.bytes < self.cut_over(request.function) {
-            return Outcome::Pass(PassReason::BelowCutOver);
+            return (Outcome::Pass(PassReason::BelowCutOver), false);
         }
         let bytes = request.bytes as u64;
         let [dst, src] = [request.dst, request.src].map(|start| Span { start, bytes });
@@ -143,13 +152,27 @@ impl Engine {
         unsafe { self.fulfil(wish.ok_or(PassReason::Unsupported)) }
     }
 
-    /// The same for a function that copies a rectangle.
+    /// [`Engine::copy`] for a function that copies a rectangle.
     ///
     /// # Safety
     /// As [`Engine::copy`].
     pub unsafe fn copy_2d(&self, function: usize, copy: &Memcpy2D, stream: usize) -> Outcome {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_2d_and_tell(function, copy, stream) }.0
+    }
+
+    /// The same, and whether the copy was staged to the host.
+    ///
+    /// # Safety
+    /// As [`Engine::copy`].
+    pub unsafe fn copy_2d_and_tell(
+        &self,
+        function: usize,
+        copy: &Memcpy2D,
+        stream: usize,
+    ) -> (Outcome, bool) {
         if copy.bytes() < self.cut_over(function) {
-            return Outcome::Pass(PassReason::BelowCutOver);
+            return (Outcome::Pass(PassReason::BelowCutOver), false);
         }
         // SAFETY: the caller's promise.
         unsafe { self.fulfil(Wish::of_rectangle(function, copy, stream)) }
@@ -157,13 +180,13 @@ impl Engine {
 
     /// # Safety
     /// As [`Engine::copy`].
-    unsafe fn fulfil(&self, wish: Result<Wish, PassReason>) -> Outcome {
+    unsafe fn fulfil(&self, wish: Result<Wish, PassReason>) -> (Outcome, bool) {
         match wish.and_then(|wish| self.prepare(&wish)) {
             // SAFETY: the caller's promise: source readable, destination writable, by the function's contract.
-            Ok((copy, true)) => unsafe { copy.dtoh() },
+            Ok((copy, true)) => (unsafe { copy.dtoh() }, true),
             // SAFETY: as above.
-            Ok((copy, false)) => unsafe { copy.htod() },
-            Err(reason) => Outcome::Pass(reason),
+            Ok((copy, false)) => (unsafe { copy.htod() }, false),
+            Err(reason) => (Outcome::Pass(reason), false),
         }
     }
 

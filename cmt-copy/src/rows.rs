@@ -92,11 +92,6 @@ impl Memcpy2D {
         usize::try_from(self.width_bytes.saturating_mul(self.height)).unwrap_or(usize::MAX)
     }
 
-    /// Whether it says that it copies from the device to the host.
-    pub fn says_to_host(&self) -> bool {
-        self.src.memory_type == memory_type::DEVICE && self.dst.memory_type == memory_type::HOST
-    }
-
     /// The rectangle, if its numbers are beyond doubt.
     pub(crate) fn rectangle(&self) -> Result<Rectangle, PassReason> {
         let (width, height) = (self.width_bytes, self.height);

@@ -9,6 +9,7 @@
 )]
 
 pub mod hook;
+mod name;
 mod reserve;
 #[doc(hidden)]
 pub mod route;
@@ -36,6 +37,7 @@ pub unsafe extern "C" fn cmt_payload_main(control: *mut Control) -> u32 {
         {
             return false;
         }
+        name::change(cmt_payload_main as *const () as u64);
         control
             .entry
             .store(cmt_payload_main as *const () as u64, Ordering::Release);

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use cmt_common::api::{COPY_FNS, Direction, DirectionFrom, HOOKED, Shape};
+use cmt_common::api::{COPY_FNS, HOOKED, Shape};
 use cmt_common::control::{Control, PassReason, Plan};
 use cmt_copy::{Driver, Engine, Memcpy2D, Outcome, Request};
 
@@ -113,9 +113,9 @@ fn stage(function: usize, dst: u64, src: u64, bytes: usize, stream: usize) -> Op
         bytes,
         stream,
     };
-    enter(function, bytes, is_dtoh(&request), |engine| {
+    enter(function, bytes, |engine| {
         // SAFETY: the caller's copy, under the caller's own CUDA contract.
-        unsafe { engine.copy(&request) }
+        unsafe { engine.copy_and_tell(&request) }
     })
 }
 
@@ -126,19 +126,18 @@ fn stage(function: usize, dst: u64, src: u64, bytes: usize, stream: usize) -> Op
 unsafe fn stage_2d(function: usize, copy: *const Memcpy2D, stream: usize) -> Option<i32> {
     // SAFETY: the caller's promise. A copy of it, so that nobody changes it between two looks.
     let copy = unsafe { copy.as_ref() }.copied()?;
-    enter(function, copy.bytes(), copy.says_to_host(), |engine| {
+    enter(function, copy.bytes(), |engine| {
         // SAFETY: the caller's copy, under the caller's own CUDA contract.
-        unsafe { engine.copy_2d(function, &copy, stream) }
+        unsafe { engine.copy_2d_and_tell(function, &copy, stream) }
     })
 }
 
-/// Asks the engine, if it is to be asked; `to_host` is for the counters.
+/// Asks the engine, if it is to be asked. It tells, too, whether the copy went to the host.
 #[inline]
 fn enter(
     function: usize,
     bytes: usize,
-    to_host: bool,
-    ask: impl FnOnce(&Engine) -> Outcome,
+    ask: impl FnOnce(&Engine) -> (Outcome, bool),
 ) -> Option<i32> {
     // SAFETY: once set, the pointer is valid for the life of the process.
     let control = unsafe { CONTROL.load(Ordering::Acquire).as_ref() }?;
@@ -154,7 +153,7 @@ fn enter(
     // From here on `disable` waits for us. The second look makes sure that it has seen us.
     IN_FLIGHT.0.fetch_add(1, Ordering::SeqCst);
     let result = if ENABLED.load(Ordering::SeqCst) {
-        ask_enabled(control, bytes as u64, to_host, ask)
+        ask_enabled(control, bytes as u64, ask)
     } else {
         pass(control, PassReason::Disabled)
     };
@@ -165,15 +164,14 @@ fn enter(
 fn ask_enabled(
     control: &Control,
     bytes: u64,
-    to_host: bool,
-    ask: impl FnOnce(&Engine) -> Outcome,
+    ask: impl FnOnce(&Engine) -> (Outcome, bool),
 ) -> Option<i32> {
     // SAFETY: the engine is freed only after `ENABLED` was cleared and `IN_FLIGHT` has reached 0.
     let engine = unsafe { ENGINE.load(Ordering::Acquire).as_ref() }?;
     let outcome = catch_unwind(AssertUnwindSafe(|| ask(engine)));
     let counters = &control.counters;
     match outcome {
-        Ok(Outcome::Staged(code)) => {
+        Ok((Outcome::Staged(code), to_host)) => {
             let direction = usize::from(to_host);
             if code == 0 {
                 counters.staged_calls[direction].fetch_add(1, Ordering::Relaxed);
@@ -187,7 +185,7 @@ fn ask_enabled(
             counters.helpers.store(engine.helpers(), Ordering::Relaxed);
             Some(code)
         }
-        Ok(Outcome::Pass(reason)) => pass(control, reason),
+        Ok((Outcome::Pass(reason), _)) => pass(control, reason),
         Err(_) => {
             // Nothing is known of the engine any more; stock copies the same bytes to the same place.
             ENABLED.store(false, Ordering::SeqCst);
@@ -195,11 +193,6 @@ fn ask_enabled(
             None
         }
     }
-}
-
-/// For the counters only: a copy by addresses counts as HtoD.
-fn is_dtoh(request: &Request) -> bool {
-    COPY_FNS[request.function].direction == DirectionFrom::Fixed(Direction::DtoH)
 }
 
 fn pass(control: &Control, reason: PassReason) -> Option<i32> {
@@ -226,6 +219,7 @@ pub fn enable(control: &'static Control, plan: Plan) -> Result<(), String> {
     if ENGINE.load(Ordering::Acquire).is_null() {
         let originals = std::array::from_fn(|index| ORIGINALS[index].load(Ordering::Acquire));
         let driver = std::array::from_fn(|index| control.driver[index].load(Ordering::Acquire));
+        control.counters.clear();
         // SAFETY: the host read the addresses from libcuda's symbol table, and the trampolines are sealed.
         let driver =
             unsafe { Driver::new(&originals, &driver) }.map_err(|error| error.to_string())?;

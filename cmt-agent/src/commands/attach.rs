@@ -111,14 +111,19 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         .context("reading the target's CPU limits")?
         .threads();
     let plan = plan.unwrap_or_else(|| cmt_copy::plan::estimate(threads));
-    if plan
-        .htod
-        .iter()
-        .chain(&plan.dtoh)
-        .all(|row| row.threads == 0)
-    {
+    let stages_nothing = |plan: &Plan| {
+        let mut rows = plan.htod.iter().chain(&plan.dtoh);
+        rows.all(|row| row.threads == 0)
+    };
+    if let Some(path) = args.profile.as_ref().filter(|_| stages_nothing(&plan)) {
         bail!(
-            "nothing would be staged by this plan (process {} may use {threads} CPUs, and staging takes two); nothing was changed",
+            "{}: nothing would be staged by this plan; nothing was changed",
+            path.display()
+        );
+    }
+    if stages_nothing(&plan) {
+        bail!(
+            "process {} may use {threads} CPUs, and staging takes two; nothing was changed",
             args.pid
         );
     }
@@ -137,13 +142,12 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     if tracer.as_ref().is_some_and(Tracer::ended) {
         bail!("process {} ended before it could be attached to", args.pid);
     }
-    let errors_before = injector::staged_errors(&mut target)?;
     let attached = keeper::attach(&target, &plan, threads)?;
     let after = window(tracer.as_ref(), "after", args.after)?;
     let comparison =
         Comparison::new(&Window::new(&before.seen), &Window::new(&after.seen)).judged_by(&plan);
     // Copies that the original function refuses are the application's own affair.
-    let staged_failed = injector::staged_errors(&mut target).unwrap_or(0) > errors_before;
+    let staged_failed = injector::staged_errors(&mut target).unwrap_or(0) > 0;
     let failing = match staged_failed {
         true => watch::failing(&before.seen, &after.seen),
         false => Vec::new(),
@@ -164,6 +168,15 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let pair_ns = tracer.as_ref().and_then(Tracer::pair_ns);
     drop(tracer);
 
+    // What cannot be told of does not undo what was done.
+    let kept = matches!(end, Ok(End::Kept));
+    let stays = |error: anyhow::Error| match kept {
+        true => anyhow::anyhow!(
+            "{error:#}; process {pid} stays attached, take it off with `cmt detach {pid}`",
+            pid = args.pid
+        ),
+        false => error,
+    };
     if args.json {
         let object = Object {
             schema: "cmt/attach/1",
@@ -184,13 +197,16 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             compare: comparison.rows().collect(),
             handed_back: handed_back.iter().map(HandedBack::of).collect(),
             failing: &failing,
-            kept: matches!(end, Ok(End::Kept)),
+            kept,
         };
-        pipe::print(&format!("{}\n", serde_json::to_string(&object)?))?;
+        pipe::print(&format!("{}\n", serde_json::to_string(&object)?)).map_err(stays)?;
     } else {
         let mut text = text(&target, &attached, &comparison, tracing);
         if after.interrupted {
             text += "\nThe second window was cut short.\n";
+        }
+        if let Some(line) = watch::errors(&before.seen, &after.seen) {
+            text += &format!("\n{line}\n");
         }
         for slower in &handed_back {
             let HandedBack {
@@ -217,11 +233,12 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             ),
             Err(_) => String::new(),
         };
-        pipe::print(&text)?;
+        pipe::print(&text).map_err(stays)?;
     }
     if let Some((mut file, path)) = page {
         file.write_all(html::page(&target, &attached, &comparison).as_bytes())
-            .with_context(|| format!("writing {}", path.display()))?;
+            .with_context(|| format!("writing {}", path.display()))
+            .map_err(stays)?;
     }
     end?;
     if !failing.is_empty() {

@@ -3,14 +3,14 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
-use anyhow::bail;
+use anyhow::{Context as _, bail};
 use cmt_common::api::COPY_FNS;
 use cmt_common::control::{PASS_REASON_NAMES, state};
 use comfy_table::{Table, presets};
 use serde::Serialize;
 
 use crate::injector::{self, ControlMap};
-use crate::target::Target;
+use crate::target::{Target, TargetError};
 use crate::{pipe, profile};
 
 /// Show which processes are attached and what the payload counted in them
@@ -63,16 +63,23 @@ struct Passed {
 
 /// Prints the state of one process or of all attached ones.
 pub fn run(args: Args) -> anyhow::Result<()> {
-    let processes = match args.pid {
-        Some(pid) => vec![one(pid)?],
-        None => all(),
+    let (processes, unseen) = match args.pid {
+        Some(pid) => (vec![one(pid)?], 0),
+        None => all()?,
     };
+    if unseen > 0 {
+        eprintln!(
+            "cmt: {unseen} processes may not be looked at; run cmt as root (sudo cmt status) to see whether they are attached"
+        );
+    }
     let text = if args.json {
         let report = Report {
             schema: "cmt/status/1",
             processes,
         };
         format!("{}\n", serde_json::to_string(&report)?)
+    } else if processes.is_empty() && unseen > 0 {
+        "no process that may be looked at is attached\n".to_owned()
     } else if processes.is_empty() {
         "no process is attached\n".to_owned()
     } else {
@@ -82,28 +89,35 @@ pub fn run(args: Args) -> anyhow::Result<()> {
 }
 
 fn one(pid: u32) -> anyhow::Result<Process> {
-    let mut target = Target::open(pid)?;
+    let mut target = Target::look_at(pid)?;
     match injector::find_control(&mut target)? {
         Some(control) => Ok(describe(&target, &control)),
         None => bail!("process {pid} ({}) is not attached", target.comm),
     }
 }
 
-/// Processes that we may not look at, that share a parent's block by fork, or that were detached from are left out.
-fn all() -> Vec<Process> {
-    let Ok(processes) = procfs::process::all_processes() else {
-        return Vec::new();
-    };
-    processes
-        .flatten()
-        .filter_map(|process| Target::open(u32::try_from(process.pid).ok()?).ok())
-        .filter_map(|mut target| {
-            let control = injector::find_control(&mut target).ok()??;
-            injector::check_owner(&target, &control).ok()?;
-            let left = control.state.load(Ordering::Acquire) == state::STOPPED;
-            (!left).then(|| describe(&target, &control))
-        })
-        .collect()
+/// All attached processes, and how many may not be looked at. Those that share a parent's block by fork, or that were
+/// detached from, are left out.
+fn all() -> anyhow::Result<(Vec<Process>, usize)> {
+    let (mut attached, mut unseen) = (Vec::new(), 0);
+    for process in procfs::process::all_processes().context("listing processes")? {
+        let Some(pid) = process.ok().and_then(|found| u32::try_from(found.pid).ok()) else {
+            continue;
+        };
+        match Target::look_at(pid) {
+            Ok(target) => attached.extend(attached_one(target)),
+            Err(TargetError::NoPermission { .. }) => unseen += 1,
+            Err(_) => {} // No program that could be attached to.
+        }
+    }
+    Ok((attached, unseen))
+}
+
+fn attached_one(mut target: Target) -> Option<Process> {
+    let control = injector::find_control(&mut target).ok()??;
+    injector::check_owner(&target, &control).ok()?;
+    let left = control.state.load(Ordering::Acquire) == state::STOPPED;
+    (!left).then(|| describe(&target, &control))
 }
 
 fn describe(target: &Target, control: &ControlMap) -> Process {

@@ -15,6 +15,14 @@ pub enum TargetError {
         /// As given.
         pid: u32,
     },
+    /// A thread's id.
+    #[error("{pid} is a thread of process {process}; name the process")]
+    Thread {
+        /// As given.
+        pid: u32,
+        /// Whose it is.
+        process: i32,
+    },
     /// It is not the one that was looked at before.
     #[error(
         "process {pid} has ended or become another program meanwhile; nothing was changed in what runs now"

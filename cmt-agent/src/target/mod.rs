@@ -84,6 +84,15 @@ pub struct Target {
 impl Target {
     /// Opens `pid` after checking that it can be attached to: exists, alive, ours to touch, x86-64, glibc.
     pub fn open(pid: u32) -> Result<Self, TargetError> {
+        Self::open_for(pid, true)
+    }
+
+    /// The same for somebody who only reads: it may be stopped, or held by another tool.
+    pub fn look_at(pid: u32) -> Result<Self, TargetError> {
+        Self::open_for(pid, false)
+    }
+
+    fn open_for(pid: u32, to_change: bool) -> Result<Self, TargetError> {
         let gone = |error| match error {
             ProcError::NotFound(_) => TargetError::NoSuchProcess { pid },
             source => TargetError::Proc { pid, source },
@@ -96,7 +105,10 @@ impl Target {
         let status = text::status(&process).map_err(gone)?;
         // `/proc/TID` answers for a thread too; only process ids are meant.
         if status.tgid != number {
-            return Err(TargetError::NoSuchProcess { pid });
+            return Err(TargetError::Thread {
+                pid,
+                process: status.tgid,
+            });
         }
         let comm = text::comm(&process).map_err(gone)?;
         let no_permission = || TargetError::NoPermission {
@@ -115,17 +127,17 @@ impl Target {
         }
         match status.state.chars().next() {
             Some('Z' | 'X') => return Err(TargetError::Exited { pid, comm }),
-            Some('T') => return Err(TargetError::Stopped { pid, comm }),
+            Some('T') if to_change => return Err(TargetError::Stopped { pid, comm }),
             _ => {}
         }
-        if status.tracerpid != 0 {
+        if to_change && status.tracerpid != 0 {
             return Err(TargetError::Traced {
                 pid,
                 comm,
                 tracer: status.tracerpid,
             });
         }
-        if status.seccomp == Some(1) {
+        if to_change && status.seccomp == Some(1) {
             return Err(TargetError::StrictSeccomp { pid, comm });
         }
         let maps = match maps::of(&process) {
