@@ -107,7 +107,7 @@ fn gdb_after_an_attach() {
     else {
         return;
     };
-    let mut victim = Victim::start("victim-drv", ["--bytes", "1M"]);
+    let victim = Victim::start("victim-drv", ["--bytes", "1M"]);
     victim.next_line().expect("all its threads are there");
     let pid = victim.pid.to_string();
     let look = || {

@@ -1,10 +1,11 @@
 //! The engine on a real GPU, without hooks: checks every byte and what the engine assumes of the driver, then compares
 //! stock, staged and pinned copies.
 //!
-//! `cargo run --release -p cmt-copy --example gpu [calls|search|crowd|link|pair] [LARGEST_MIB]`
+//! `cargo run --release -p cmt-copy --example gpu [calls|search|crowd|link|pair|rows] [LARGEST_MIB]`
 //!
 //! `calls` prints what single calls of the driver cost, `search` looks for the best row by size and direction, `crowd`
-//! measures fresh destinations, CPU time and many threads, `link` what CPUs leave of the link's speed, `pair` two GPUs.
+//! measures fresh destinations, CPU time and many threads, `link` what CPUs leave of the link's speed, `pair` two GPUs,
+//! `rows` rectangles.
 //! Further arguments `SLOT SLICE RING THREADS STORE` (KiB, KiB, KiB) replace the default plan by one row.
 #![expect(unsafe_code, reason = "calls the CUDA driver directly")]
 
@@ -12,6 +13,7 @@ mod calls;
 mod crowd;
 mod link;
 mod pair;
+mod rows;
 mod search;
 
 use std::ffi::{CString, c_void};
@@ -332,7 +334,7 @@ fn busy(gpu: &Gpu, engine: &Engine, host: *mut u8, largest: usize) {
 fn main() {
     let mut arguments = std::env::args().skip(1).peekable();
     let mode = arguments.next_if(|argument| {
-        ["calls", "search", "crowd", "link", "pair"].contains(&argument.as_str())
+        ["calls", "search", "crowd", "link", "pair", "rows"].contains(&argument.as_str())
     });
     let numbers: Vec<u64> = arguments
         .map(|argument| argument.parse().expect("a number"))
@@ -362,6 +364,7 @@ fn main() {
     match mode.as_deref() {
         Some("crowd") => return crowd::print(&gpu, cpus, largest, [host, target.as_mut_ptr()]),
         Some("calls") => return calls::print(&gpu, host),
+        Some("rows") => return rows::print(&gpu, cpus, host),
         Some("link") => return link::print(&gpu, host),
         Some("pair") => return pair::print(&gpu, cpus, largest),
         Some(_) => return search::print(&gpu, cpus, largest, [host, target.as_mut_ptr()]),
