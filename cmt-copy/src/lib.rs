@@ -43,6 +43,9 @@ pub use crate::store::Store;
 /// How long [`Engine::shutdown`] waits for streams that still read from pinned memory.
 const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(2);
 
+/// Fewer rows that are longer than a slice go to stock: each is moved by one thread.
+const LONG_ROWS_MIN: u64 = 3;
+
 /// A copy that may wait does so for a lane that another one is done with soon, for so long and for as long as stock takes for
 /// its bytes when several copy at once: stock's copies keep the driver to themselves, and hold the staged ones up.
 const LANE_PATIENCE: Duration = Duration::from_micros(200);
@@ -146,6 +149,7 @@ impl Engine {
             src,
             bytes,
             rectangle: None,
+            of_2d: false,
             stream: request.stream,
         });
         // SAFETY: the caller's promise.
@@ -217,12 +221,16 @@ impl Engine {
         let (mut rows, mut bytes) = (None, wish.bytes);
         if let Some(rectangle) = &wish.rectangle {
             let lie = rectangle.rows(sides.to_host);
-            row = row.in_whole_rows(lie.ring_pitch);
             bytes = lie.ring_pitch * rectangle.height;
+            if lie.ring_pitch > row.slice && rectangle.height < LONG_ROWS_MIN {
+                return Err(PassReason::BelowCutOver);
+            }
+            row = row.in_whole_rows(lie.ring_pitch);
             rows = Some(lie);
         }
-        let must_not_wait =
-            is_async && !sides.to_host && !staging::stock_waits_too(bytes, rows.is_some());
+        // Nothing is known of when stock waits with a rectangle.
+        let stock_waits_too = !wish.of_2d && bytes >= staging::STOCK_WAITS_FROM_BYTES;
+        let must_not_wait = is_async && !sides.to_host && !stock_waits_too;
         let wanted = Wanted {
             context,
             stream_id: stream.id(),
@@ -251,8 +259,9 @@ impl Engine {
             bytes,
             rows,
             row,
+            may_wait: !must_not_wait,
             is_async,
-            tail: if is_async || sides.syncs_memops || rows.is_some() {
+            tail: if is_async || sides.syncs_memops || wish.of_2d {
                 0
             } else {
                 staging::TAIL_BYTES
@@ -294,7 +303,10 @@ struct Wish {
     dst: Span,
     src: Span,
     bytes: u64,
+    /// Rows with something between them.
     rectangle: Option<Rectangle>,
+    /// Whether it was asked for as a rectangle.
+    of_2d: bool,
     stream: usize,
 }
 
@@ -312,7 +324,8 @@ impl Wish {
             dst: span(rectangle.dst, rectangle.dst_pitch)?,
             src: span(rectangle.src, rectangle.src_pitch)?,
             bytes: width * height,
-            rectangle: Some(rectangle),
+            rectangle: (!rectangle.is_in_one_piece()).then_some(rectangle),
+            of_2d: true,
             stream,
         })
     }

@@ -14,8 +14,9 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
 /// Copies below these go to the original function. HtoD from memory that the caller has just written lies in the caller's
-/// cache, and helpers that fetch it from there lost a quarter at 256 KiB (H200 with 16 CPUs, driver 580).
-const CUT_OVER_BYTES: [u64; 2] = [MIB, 32 * KIB];
+/// cache, and helpers that fetch it from there lost a quarter at 256 KiB; DtoH of 32 KiB lost a tenth into fresh memory (H200
+/// with 16 CPUs, driver 580).
+const CUT_OVER_BYTES: [u64; 2] = [MIB, 64 * KIB];
 /// Bounds of the unit of CPU work. The lower one bounds the completion marks of a lane, the upper one divides every
 /// amount of pinned memory that a lane can have.
 pub(crate) const SLICE_MIN_BYTES: u64 = 16 * KIB;

@@ -70,6 +70,11 @@ pub(crate) struct Rectangle {
 }
 
 impl Rectangle {
+    /// Whether its rows follow each other without a gap, so that it is a copy like any other.
+    pub(crate) fn is_in_one_piece(&self) -> bool {
+        self.height == 1 || (self.width == self.dst_pitch && self.width == self.src_pitch)
+    }
+
     /// How its rows lie, given which way they go.
     pub(crate) fn rows(&self, to_host: bool) -> Rows {
         let (host_pitch, device_pitch) = match to_host {
@@ -95,7 +100,7 @@ impl Memcpy2D {
     /// The rectangle, if its numbers are beyond doubt.
     pub(crate) fn rectangle(&self) -> Result<Rectangle, PassReason> {
         let (width, height) = (self.width_bytes, self.height);
-        if !(ROW_MIN_BYTES..=SLICE_MAX_BYTES).contains(&width) || height == 0 {
+        if height == 0 {
             return Err(PassReason::Unsupported);
         }
         let direction = match (self.src.memory_type, self.dst.memory_type) {
@@ -104,7 +109,7 @@ impl Memcpy2D {
             (memory_type::UNIFIED, _) | (_, memory_type::UNIFIED) => Direction::Unknown,
             _ => return Err(PassReason::NotHostToDevice),
         };
-        Ok(Rectangle {
+        let rectangle = Rectangle {
             direction,
             dst: self.dst.first(width).ok_or(PassReason::Unsupported)?,
             src: self.src.first(width).ok_or(PassReason::Unsupported)?,
@@ -112,7 +117,12 @@ impl Memcpy2D {
             src_pitch: self.src.pitch,
             width,
             height,
-        })
+        };
+        let fits = (ROW_MIN_BYTES..=SLICE_MAX_BYTES).contains(&width);
+        match fits || rectangle.is_in_one_piece() {
+            true => Ok(rectangle),
+            false => Err(PassReason::Unsupported),
+        }
     }
 }
 
@@ -257,6 +267,10 @@ mod tests {
         assert!(with(|copy| copy.src.pitch = 1 << 31));
         assert!(with(|copy| copy.src.host = 0));
         assert!(with(|copy| copy.height = 0));
+        assert!(with(|copy| copy.width_bytes = 0));
+        assert!(!with(|copy| {
+            (copy.width_bytes, copy.height) = (15, 1);
+        }));
         assert!(with(|copy| copy.width_bytes = 15));
         assert!(with(|copy| {
             (copy.width_bytes, copy.src.pitch, copy.dst.pitch) = ((1 << 20) + 1, 1 << 21, 1 << 21);

@@ -28,7 +28,7 @@ use crate::workers::CopyRuns;
 const STALLED_AFTER: Duration = Duration::from_micros(100);
 const STOCK_BYTES_A_NANOSECOND: u64 = 16;
 /// Stock waits for a busy stream when an asynchronous HtoD from pageable memory is this long (driver 580).
-const STOCK_WAITS_FROM_BYTES: u64 = 64 << 20;
+pub(crate) const STOCK_WAITS_FROM_BYTES: u64 = 64 << 20;
 /// What may still be on its way when a synchronous HtoD returns. Stock returns as soon as the last piece is staged, with
 /// the stream still busy and its last bytes not yet to be seen from other streams, at every size (driver 580; CUDA's
 /// "API synchronization behavior" says so too). What the stream was given before the copy is always done by then.
@@ -41,12 +41,6 @@ const LINK_LEAD: Duration = Duration::from_micros(4);
 const WAKE_FROM_BYTES: u64 = 128 << 10;
 /// Longer ones wake all helpers at once.
 const WAKE_ALL_FROM_BYTES: u64 = 2 << 20;
-
-/// Whether stock waits for a busy stream when it is asked for such an asynchronous HtoD from pageable memory. Nothing is
-/// known of rectangles.
-pub(crate) fn stock_waits_too(bytes: u64, of_rows: bool) -> bool {
-    !of_rows && bytes >= STOCK_WAITS_FROM_BYTES
-}
 
 /// One copy, ready to be staged.
 pub(crate) struct Copy<'a> {
@@ -63,6 +57,8 @@ pub(crate) struct Copy<'a> {
     pub rows: Option<Rows>,
     /// Fits into the ring of `held`.
     pub row: Row,
+    /// Whether it may wait for a busy stream.
+    pub may_wait: bool,
     pub is_async: bool,
     /// Bytes that may still be on their way when a synchronous HtoD returns.
     pub tail: u64,
@@ -143,7 +139,6 @@ impl Copy<'_> {
         let start = self.held.start(slice);
         // SAFETY: this copy holds the lane; every slice on offer lies in a part of the ring that nothing in flight uses.
         unsafe { self.open(board, start, true) };
-        let may_wait = !self.is_async || stock_waits_too(self.bytes, self.rows.is_some());
         let stalled_after =
             STALLED_AFTER + Duration::from_nanos(self.bytes / STOCK_BYTES_A_NANOSECOND);
         let mut window = self.row.ring;
@@ -201,7 +196,7 @@ impl Copy<'_> {
             }
             let waited = patience.pause();
             let waits_for_stream = done == offered;
-            if waits_for_stream && !may_wait && waited > stalled_after {
+            if waits_for_stream && !self.may_wait && waited > stalled_after {
                 if self.held.unannounced() > 0 {
                     self.held.announce(self.driver, self.stream)?;
                     patience.reset();

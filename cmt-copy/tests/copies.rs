@@ -326,6 +326,9 @@ fn rows_there_and_back(
         let outcome = unsafe { engine.copy_2d(function, &copy, stream) };
         // From here on the source is the application's again.
         mock::fill(source.data(), seed ^ 0xFFFF);
+        if outcome == Outcome::Pass(PassReason::BelowCutOver) && shape.height < 3 {
+            return Ok(()); // Its rows are longer than a slice.
+        }
         if outcome != STAGED {
             return Err(format!("{outcome:?}"));
         }

@@ -121,11 +121,19 @@ fn try_commit(
     // Code that was looked at belongs to the program that ran then. All its threads stand still: it stays what it is.
     target.check_same_program()?;
     let mut cave_in_use = false;
+    // Most words on a stack are far from every window.
+    let first = patches.iter().map(|patch| patch.window).min().unwrap_or(0);
+    let end = patches
+        .iter()
+        .map(|patch| patch.window + patch.from.len() as u64)
+        .max();
+    let near = first..end.unwrap_or(0);
     for thread in stopped.iter() {
         let stack = target.memory.read_up_to(thread.regs.rsp, STACK_SCAN);
         for bytes in stack.chunks_exact(8) {
             let word = u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
-            if patches.iter().any(|patch| patch.breaks(word)) && !ours.contains(&thread.tid) {
+            let breaks = near.contains(&word) && patches.iter().any(|patch| patch.breaks(word));
+            if breaks && !ours.contains(&thread.tid) {
                 return Ok(false);
             }
             cave_in_use |= cave.is_some_and(|cave| cave.contains(word));

@@ -284,15 +284,7 @@ extern "C" fn nap(_: *mut c_void) {
 
 /// How long asynchronous copies take while the stream is busy for 300 ms.
 fn busy(gpu: &Gpu, engine: &Engine, host: *mut u8, largest: usize) {
-    for bytes in [
-        64 << 10,
-        1 << 20,
-        4 << 20,
-        8 << 20,
-        16 << 20,
-        32 << 20,
-        64 << 20,
-    ] {
+    for bytes in [1 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20, 64 << 20] {
         if bytes > largest {
             break;
         }
@@ -377,10 +369,9 @@ fn main() {
     let bytes_of =
         |pointer: *const u8, bytes| unsafe { core::slice::from_raw_parts(pointer, bytes) };
     for bytes in [
-        65_536,
-        65_537,
-        262_143,
-        1_000_003,
+        1 << 20,
+        (1 << 20) + 1,
+        1_300_003,
         5 << 20,
         70_000_001,
         largest,
@@ -422,6 +413,9 @@ fn main() {
             let bytes = 1usize << shift;
             if bytes > largest {
                 break;
+            }
+            if !engine.is_staged(if to_host { DTOH } else { HTOD }, bytes as u64) {
+                continue;
             }
             // Until the device is idle: stock and staged HtoD return with the last bytes on their way.
             let timed = |copy: &dyn Fn()| {
