@@ -73,7 +73,7 @@ const MAY_WAIT_LESS: [&str; 4] = [
     "source_after_htod_busy/",
     "does_not_wait/",
     "waits_for_word/HtoD",
-    "two_d_busy/HtoD",
+    "two_d_busy/HtoD:",
 ];
 
 /// The same fact, or one that a swapped copier may change.

@@ -76,6 +76,46 @@ fn a_class_that_got_slower_is_handed_back() {
     assert_eq!(victim.stop()["mismatches"], 0);
 }
 
+/// Long after the attach, the payload by itself compares some of its copies with some of stock's.
+#[test]
+fn a_class_that_loses_later_goes_back_by_itself() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    // Downloads alone: behind a staged upload the stream is seldom idle.
+    let profile = profile(4096);
+    let text = std::fs::read_to_string(profile.path()).expect("written");
+    let mut plan: Value = serde_json::from_str(&text).expect("an object");
+    plan["htod"] = json!([]);
+    std::fs::write(profile.path(), plan.to_string()).expect("written");
+    let mut command = Victim::command("victim-drv");
+    command
+        .args(["--bytes", "1M", "--exact"])
+        .env("STANDIN_CALL_NS", "80000");
+    let victim = Victim::spawn(command);
+    let pid = victim.pid.to_string();
+    let path = profile.path().to_str().expect("a path");
+    let attach = [
+        "attach",
+        &pid,
+        "--before",
+        "0s",
+        "--after",
+        "0s",
+        "--profile",
+    ];
+    let done = cmt(attach.into_iter().chain([path]));
+    assert_eq!(done.code, Some(0), "{done:#?}");
+    let started = std::time::Instant::now();
+    while passed(&victim, "faster, by comparison") < 100 {
+        let waited = started.elapsed();
+        assert!(waited.as_secs() < 120, "{:#?}", cmt(["status", &pid]));
+        std::thread::sleep(std::time::Duration::from_millis(200));
+    }
+    assert!(passed(&victim, "timed for comparison") >= 4);
+    assert_eq!(victim.stop()["mismatches"], 0);
+}
+
 #[test]
 fn copies_that_begin_to_fail_are_taken_out() {
     let Some(_turn) = require(Rung::StandIn) else {

@@ -300,10 +300,14 @@ pub enum PassReason {
     Unsupported,
     /// Hooks are disabled, or the call comes from a forked child.
     Disabled,
+    /// Stock's turn, to see how long it takes.
+    Sampled,
+    /// Stock was faster with its size class a while ago.
+    Slower,
 }
 
 /// Number of [`PassReason`]s.
-pub const PASS_REASONS: usize = PassReason::Disabled as usize + 1;
+pub const PASS_REASONS: usize = PassReason::Slower as usize + 1;
 
 /// Names of [`PassReason`]s, as `cmt status` prints them.
 pub const PASS_REASON_NAMES: [&str; PASS_REASONS] = [
@@ -316,6 +320,8 @@ pub const PASS_REASON_NAMES: [&str; PASS_REASONS] = [
     "no pinned memory",
     "not supported by the driver",
     "disabled or forked",
+    "timed for comparison",
+    "faster, by comparison",
 ];
 
 /// What the payload counts since it was attached. Written with relaxed atomics; each value is exact, sets of them are not.

@@ -11,6 +11,7 @@
 mod classify;
 mod driver;
 mod fresh;
+mod guard;
 mod lane;
 mod layout;
 mod patience;
@@ -25,13 +26,14 @@ mod workers;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cmt_common::api::{COPY_FNS, CopyFn, Direction, DirectionFrom, HOOKED};
 pub use cmt_common::control::{PassReason, Plan, PlanRow};
 
 use crate::classify::Span;
 pub use crate::driver::{Driver, DriverError};
+use crate::guard::{Guard, Turn};
 use crate::plan::{PlanCell, THREADS_MAX};
 use crate::pool::{Lanes, Wanted};
 use crate::rows::Rectangle;
@@ -83,6 +85,7 @@ pub struct Engine {
     plan: PlanCell,
     lanes: Arc<Lanes>,
     stopped: AtomicBool,
+    guard: Option<Guard>,
 }
 
 impl Engine {
@@ -99,6 +102,23 @@ impl Engine {
             plan: PlanCell::new(&plan, threads),
             lanes: Arc::new(Lanes::new(threads - 1)),
             stopped: AtomicBool::new(false),
+            guard: None,
+        }
+    }
+
+    /// The same engine with a guard: some calls pass as [`PassReason::Sampled`], and the caller says by
+    /// [`Engine::note_stock`] how long they took; size classes that lose pass.
+    pub fn guarded(self) -> Self {
+        Self {
+            guard: Some(Guard::new()),
+            ..self
+        }
+    }
+
+    /// The original function took so long for a call that has passed as [`PassReason::Sampled`].
+    pub fn note_stock(&self, to_host: bool, bytes: usize, took: Duration) {
+        if let Some(guard) = &self.guard {
+            guard.note(false, to_host, bytes as u64, took);
         }
     }
 
@@ -132,7 +152,7 @@ impl Engine {
         unsafe { self.copy_and_tell(request) }.0
     }
 
-    /// The same, and whether the copy was staged to the host.
+    /// The same, and whether the copy went, or goes by sample, to the host.
     ///
     /// # Safety
     /// As [`Engine::copy`].
@@ -165,7 +185,7 @@ impl Engine {
         unsafe { self.copy_2d_and_tell(function, copy, stream) }.0
     }
 
-    /// The same, and whether the copy was staged to the host.
+    /// The same, and whether the copy went, or goes by sample, to the host.
     ///
     /// # Safety
     /// As [`Engine::copy`].
@@ -185,17 +205,27 @@ impl Engine {
     /// # Safety
     /// As [`Engine::copy`].
     unsafe fn fulfil(&self, wish: Result<Wish, PassReason>) -> (Outcome, bool) {
-        match wish.and_then(|wish| self.prepare(&wish)) {
+        let mut to_host = false;
+        let prepared = wish.and_then(|wish| Ok((self.prepare(&wish, &mut to_host)?, wish.bytes)));
+        let ((copy, is_timed), bytes) = match prepared {
+            Ok(prepared) => prepared,
+            Err(reason) => return (Outcome::Pass(reason), to_host),
+        };
+        let start = is_timed.then(Instant::now);
+        let outcome = match to_host {
             // SAFETY: the caller's promise: source readable, destination writable, by the function's contract.
-            Ok((copy, true)) => (unsafe { copy.dtoh() }, true),
+            true => unsafe { copy.dtoh() },
             // SAFETY: as above.
-            Ok((copy, false)) => (unsafe { copy.htod() }, false),
-            Err(reason) => (Outcome::Pass(reason), false),
+            false => unsafe { copy.htod() },
+        };
+        if let (Some(start), Some(guard), Outcome::Staged(0)) = (start, &self.guard, outcome) {
+            guard.note(true, to_host, bytes, start.elapsed());
         }
+        (outcome, to_host)
     }
 
-    /// Everything that may end in a [`Outcome::Pass`]: the copy, and whether it goes to the host.
-    fn prepare(&self, wish: &Wish) -> Result<(Copy<'_>, bool), PassReason> {
+    /// Everything that may end in a [`Outcome::Pass`]: the copy, and whether it is to be timed. `to_host` says where it goes.
+    fn prepare(&self, wish: &Wish, to_host: &mut bool) -> Result<(Copy<'_>, bool), PassReason> {
         if self.stopped.load(Ordering::Relaxed) {
             return Err(PassReason::Disabled);
         }
@@ -214,10 +244,21 @@ impl Engine {
         }
         let is_async = function.stream.is_some();
         let sides = classify::sides(&self.driver, wish.direction, wish.dst, wish.src, is_async)?;
+        *to_host = sides.to_host;
         let mut row = self
             .plan
             .row(sides.to_host, wish.bytes)
             .ok_or(PassReason::BelowCutOver)?;
+        let may_be_timed =
+            || (!is_async || sides.to_host) && stream.query(&self.driver) == driver::code::SUCCESS;
+        let turn = self.guard.as_ref().map_or(Turn::Stage, |guard| {
+            guard.turn(sides.to_host, wish.bytes, may_be_timed)
+        });
+        match turn {
+            Turn::Stage | Turn::StageTimed => {}
+            Turn::Sample => return Err(PassReason::Sampled),
+            Turn::Lost => return Err(PassReason::Slower),
+        }
         let (mut rows, mut bytes) = (None, wish.bytes);
         if let Some(rectangle) = &wish.rectangle {
             let lie = rectangle.rows(sides.to_host);
@@ -267,7 +308,7 @@ impl Engine {
                 staging::TAIL_BYTES
             },
         };
-        Ok((copy, sides.to_host))
+        Ok((copy, turn == Turn::StageTimed))
     }
 
     /// Follows `plan` from the next copy on. Copies that run go on with the row they have.

@@ -109,9 +109,10 @@ impl Row {
     pub(crate) fn in_whole_rows(self, pitch: u64) -> Self {
         Self {
             slice: self.slice.max(pitch),
+            ring: self.ring.max(2 * pitch),
             ..self
         }
-        .within(self.ring.max(2 * pitch))
+        .within(RING_MAX_BYTES)
     }
 
     /// The same row in a ring of at most `ring_bytes` bytes (a multiple of 64 KiB).

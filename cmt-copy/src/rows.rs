@@ -106,7 +106,11 @@ impl Memcpy2D {
         let direction = match (self.src.memory_type, self.dst.memory_type) {
             (memory_type::HOST, memory_type::DEVICE) => Direction::HtoD,
             (memory_type::DEVICE, memory_type::HOST) => Direction::DtoH,
-            (memory_type::UNIFIED, _) | (_, memory_type::UNIFIED) => Direction::Unknown,
+            (memory_type::HOST, memory_type::UNIFIED)
+            | (memory_type::UNIFIED, memory_type::DEVICE) => Direction::HtoD,
+            (memory_type::DEVICE, memory_type::UNIFIED)
+            | (memory_type::UNIFIED, memory_type::HOST) => Direction::DtoH,
+            (memory_type::UNIFIED, memory_type::UNIFIED) => Direction::Unknown,
             _ => return Err(PassReason::NotHostToDevice),
         };
         let rectangle = Rectangle {

@@ -412,3 +412,109 @@ fn a_rectangle_that_does_not_fit_hands_its_last_rows_to_stock() {
     assert!(device.data() == expected);
     engine.shutdown();
 }
+
+fn on_one_side(memory_type: u32, address: u64, pitch: u64) -> Side2D {
+    Side2D {
+        x_bytes: 0,
+        y: 0,
+        memory_type,
+        host: address,
+        device: address,
+        array: 0,
+        pitch,
+    }
+}
+
+/// 1 host, 2 device, 4 whichever the address is of.
+#[test]
+fn a_memory_type_that_contradicts_its_address_goes_to_stock() {
+    let context = Context::new();
+    let engine = mock::engine(mock::one_row(256 << 10, 64 << 10, MIB, 2, 0), 2);
+    let (width, height) = (4096, 512);
+    let mut host = Memory::host((width * height) as usize, 0, 1);
+    let mut device = Memory::known(&context, Kind::Device, (width * height) as usize, 0, 2);
+    let (host, device) = (host.address(), device.address());
+    for (types, from, to) in [
+        ((2, 4), host, device),
+        ((4, 1), host, device),
+        ((1, 4), device, host),
+        ((4, 2), device, host),
+    ] {
+        let copy = Memcpy2D {
+            src: on_one_side(types.0, from, width),
+            dst: on_one_side(types.1, to, width),
+            width_bytes: width,
+            height,
+        };
+        // SAFETY: the memory above.
+        let outcome = unsafe { engine.copy_2d(mock::ROWS, &copy, 0) };
+        assert!(
+            matches!(outcome, Outcome::Pass(_)),
+            "{types:?}: {outcome:?}"
+        );
+    }
+    engine.shutdown();
+}
+
+#[test]
+fn long_rows_get_a_larger_ring_than_the_plan_has() {
+    let context = Context::new();
+    let engine = mock::engine(mock::one_row(256 << 10, 64 << 10, MIB, 2, 0), 2);
+    let way = (mock::ROWS, 0);
+    for width in [600_000, 1 << 20] {
+        let shape = Shape {
+            width,
+            height: 4,
+            gaps: [100; 2],
+            offsets: [0; 2],
+        };
+        let result = rows_there_and_back(&engine, &context, way, shape, false, 9);
+        assert_eq!(result, Ok(()));
+    }
+    engine.shutdown();
+}
+
+fn odd_number() -> impl Strategy<Value = u64> {
+    let near = |exponent: u32| {
+        (0u64..3).prop_map(move |n| (1u64 << exponent).wrapping_add(n).wrapping_sub(1))
+    };
+    prop_oneof![
+        Just(0),
+        Just(u64::MAX),
+        0u64..5000,
+        (0u32..64).prop_flat_map(near),
+        any::<u64>()
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 4000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// No address among them is the driver's, so that nothing may be staged, whatever the numbers are.
+    #[test]
+    fn whatever_stands_in_a_rectangle_nothing_panics(
+        numbers in prop::collection::vec(odd_number(), 10),
+        types in (0u32..7, 0u32..7),
+    ) {
+        thread_local!(static ENGINE: (std::sync::Arc<Context>, Engine) =
+            (Context::new(), mock::engine(mock::one_row(256 << 10, 64 << 10, MIB, 2, 0), 2)));
+        let side = |memory_type, of: &[u64]| Side2D {
+            x_bytes: of[0],
+            y: of[1],
+            memory_type,
+            host: of[2],
+            device: of[2],
+            array: 0,
+            pitch: of[3],
+        };
+        let copy = Memcpy2D {
+            src: side(types.0, &numbers[..4]),
+            dst: side(types.1, &numbers[4..8]),
+            width_bytes: numbers[8],
+            height: numbers[9],
+        };
+        // SAFETY: nothing is copied.
+        let outcome = ENGINE.with(|(_, engine)| unsafe { engine.copy_2d(mock::ROWS, &copy, 0) });
+        prop_assert!(matches!(outcome, Outcome::Pass(_)), "{outcome:?}");
+    }
+}

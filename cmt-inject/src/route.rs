@@ -69,43 +69,88 @@ const _: () = {
     }
 };
 
+/// The original function's turn.
+enum Original {
+    Plain,
+    /// It is to be timed, for the engine's guard: a copy of so many bytes, to the host or not.
+    Timed {
+        to_host: bool,
+        bytes: usize,
+    },
+}
+
+impl Original {
+    #[inline]
+    fn call(self, original: impl FnOnce() -> i32) -> i32 {
+        let Self::Timed { to_host, bytes } = self else {
+            return original();
+        };
+        let start = Instant::now();
+        let code = original();
+        let took = start.elapsed();
+        // As in `enter`: the engine is freed only when nobody is in here.
+        IN_FLIGHT.0.fetch_add(1, Ordering::SeqCst);
+        if code == 0
+            && ENABLED.load(Ordering::SeqCst)
+            // SAFETY: the engine is freed only after `ENABLED` was cleared and `IN_FLIGHT` has reached 0.
+            && let Some(engine) = unsafe { ENGINE.load(Ordering::Acquire).as_ref() }
+        {
+            engine.note_stock(to_host, bytes, took);
+        }
+        IN_FLIGHT.0.fetch_sub(1, Ordering::Release);
+        code
+    }
+}
+
 extern "C" fn sync_copy<const F: usize>(dst: u64, src: u64, bytes: usize) -> i32 {
-    stage(F, dst, src, bytes, 0).unwrap_or_else(|| {
+    stage(F, dst, src, bytes, 0).unwrap_or_else(|turn| {
         let original = ORIGINALS[F].load(Ordering::Relaxed) as *const ();
         // SAFETY: the hook was committed after its trampoline was stored, and the function has this signature.
-        unsafe { std::mem::transmute::<*const (), SyncCopy>(original)(dst, src, bytes) }
+        turn.call(|| unsafe {
+            std::mem::transmute::<*const (), SyncCopy>(original)(dst, src, bytes)
+        })
     })
 }
 
 extern "C" fn stream_copy<const F: usize>(dst: u64, src: u64, bytes: usize, stream: usize) -> i32 {
-    stage(F, dst, src, bytes, stream).unwrap_or_else(|| {
+    stage(F, dst, src, bytes, stream).unwrap_or_else(|turn| {
         let original = ORIGINALS[F].load(Ordering::Relaxed) as *const ();
         // SAFETY: as in `sync_copy`.
-        unsafe { std::mem::transmute::<*const (), AsyncCopy>(original)(dst, src, bytes, stream) }
+        turn.call(|| unsafe {
+            std::mem::transmute::<*const (), AsyncCopy>(original)(dst, src, bytes, stream)
+        })
     })
 }
 
 extern "C" fn sync_copy_2d<const F: usize>(copy: *const Memcpy2D) -> i32 {
     // SAFETY: the application's structure, which the original function would read, too.
-    unsafe { stage_2d(F, copy, 0) }.unwrap_or_else(|| {
+    unsafe { stage_2d(F, copy, 0) }.unwrap_or_else(|turn| {
         let original = ORIGINALS[F].load(Ordering::Relaxed) as *const ();
         // SAFETY: as in `sync_copy`.
-        unsafe { std::mem::transmute::<*const (), Copy2D>(original)(copy) }
+        turn.call(|| unsafe { std::mem::transmute::<*const (), Copy2D>(original)(copy) })
     })
 }
 
 extern "C" fn stream_copy_2d<const F: usize>(copy: *const Memcpy2D, stream: usize) -> i32 {
     // SAFETY: as in `sync_copy_2d`.
-    unsafe { stage_2d(F, copy, stream) }.unwrap_or_else(|| {
+    unsafe { stage_2d(F, copy, stream) }.unwrap_or_else(|turn| {
         let original = ORIGINALS[F].load(Ordering::Relaxed) as *const ();
         // SAFETY: as in `sync_copy`.
-        unsafe { std::mem::transmute::<*const (), AsyncCopy2D>(original)(copy, stream) }
+        turn.call(|| unsafe {
+            std::mem::transmute::<*const (), AsyncCopy2D>(original)(copy, stream)
+        })
     })
 }
 
-/// Stages a copy and returns its result; `None` if the original function is to do it.
+/// Stages a copy and returns its result, or says how the original function is to do it.
 #[inline]
-fn stage(function: usize, dst: u64, src: u64, bytes: usize, stream: usize) -> Option<i32> {
+fn stage(
+    function: usize,
+    dst: u64,
+    src: u64,
+    bytes: usize,
+    stream: usize,
+) -> Result<i32, Original> {
     let request = Request {
         function,
         dst,
@@ -123,9 +168,13 @@ fn stage(function: usize, dst: u64, src: u64, bytes: usize, stream: usize) -> Op
 ///
 /// # Safety
 /// `copy` must be null or lead to a structure.
-unsafe fn stage_2d(function: usize, copy: *const Memcpy2D, stream: usize) -> Option<i32> {
+unsafe fn stage_2d(function: usize, copy: *const Memcpy2D, stream: usize) -> Result<i32, Original> {
+    // Not looked at where the original function might not do so either.
+    if copy.is_null() || !ENABLED.load(Ordering::Relaxed) || !is_ours() {
+        return Err(Original::Plain);
+    }
     // SAFETY: the caller's promise. A copy of it, so that nobody changes it between two looks.
-    let copy = unsafe { copy.as_ref() }.copied()?;
+    let copy = unsafe { copy.read_unaligned() };
     enter(function, copy.bytes(), |engine| {
         // SAFETY: the caller's copy, under the caller's own CUDA contract.
         unsafe { engine.copy_2d_and_tell(function, &copy, stream) }
@@ -138,9 +187,9 @@ fn enter(
     function: usize,
     bytes: usize,
     ask: impl FnOnce(&Engine) -> (Outcome, bool),
-) -> Option<i32> {
+) -> Result<i32, Original> {
     // SAFETY: once set, the pointer is valid for the life of the process.
-    let control = unsafe { CONTROL.load(Ordering::Acquire).as_ref() }?;
+    let control = unsafe { CONTROL.load(Ordering::Acquire).as_ref() }.ok_or(Original::Plain)?;
     if !ENABLED.load(Ordering::Relaxed) {
         return pass(control, PassReason::Disabled);
     }
@@ -165,9 +214,9 @@ fn ask_enabled(
     control: &Control,
     bytes: u64,
     ask: impl FnOnce(&Engine) -> (Outcome, bool),
-) -> Option<i32> {
+) -> Result<i32, Original> {
     // SAFETY: the engine is freed only after `ENABLED` was cleared and `IN_FLIGHT` has reached 0.
-    let engine = unsafe { ENGINE.load(Ordering::Acquire).as_ref() }?;
+    let engine = unsafe { ENGINE.load(Ordering::Acquire).as_ref() }.ok_or(Original::Plain)?;
     let outcome = catch_unwind(AssertUnwindSafe(|| ask(engine)));
     let counters = &control.counters;
     match outcome {
@@ -183,21 +232,26 @@ fn ask_enabled(
                 .pinned_bytes
                 .store(engine.pinned_bytes(), Ordering::Relaxed);
             counters.helpers.store(engine.helpers(), Ordering::Relaxed);
-            Some(code)
+            Ok(code)
+        }
+        Ok((Outcome::Pass(PassReason::Sampled), to_host)) => {
+            let _ = pass(control, PassReason::Sampled);
+            let bytes = bytes as usize;
+            Err(Original::Timed { to_host, bytes })
         }
         Ok((Outcome::Pass(reason), _)) => pass(control, reason),
         Err(_) => {
             // Nothing is known of the engine any more; stock copies the same bytes to the same place.
             ENABLED.store(false, Ordering::SeqCst);
             counters.panics.fetch_add(1, Ordering::Relaxed);
-            None
+            Err(Original::Plain)
         }
     }
 }
 
-fn pass(control: &Control, reason: PassReason) -> Option<i32> {
+fn pass(control: &Control, reason: PassReason) -> Result<i32, Original> {
     control.counters.passed[reason as usize].fetch_add(1, Ordering::Relaxed);
-    None
+    Err(Original::Plain)
 }
 
 /// False in a forked child, which has no helpers and whose CUDA does not work either.
@@ -223,7 +277,8 @@ pub fn enable(control: &'static Control, plan: Plan) -> Result<(), String> {
         // SAFETY: the host read the addresses from libcuda's symbol table, and the trampolines are sealed.
         let driver =
             unsafe { Driver::new(&originals, &driver) }.map_err(|error| error.to_string())?;
-        let engine = Engine::new(driver, plan, control.max_threads.load(Ordering::Acquire));
+        let most_threads = control.max_threads.load(Ordering::Acquire);
+        let engine = Engine::new(driver, plan, most_threads).guarded();
         note_cut_overs(&engine);
         ENGINE.store(Box::into_raw(Box::new(engine)), Ordering::Release);
     } else {

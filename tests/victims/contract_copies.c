@@ -270,6 +270,60 @@ static void two_d(void)
     rectangle("of a byte", 1, 50000, 1, 0);
 }
 
+/* Rectangles that are odd: memory types that contradict the addresses, a last row that ends with its allocation or behind it,
+ * pitches of a single row. */
+static void two_d_odd(void)
+{
+    enum { WIDTH = 4096, HEIGHT = 1024, PITCH = WIDTH + 512, BYTES_2D = WIDTH * HEIGHT };
+    static const struct { const char *name; CUmemorytype from, to; bool up; } kinds[] = {
+        {"device to unified, from the host", CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_UNIFIED, true},
+        {"unified to host, to the device", CU_MEMORYTYPE_UNIFIED, CU_MEMORYTYPE_HOST, true},
+        {"unified to device, to the host", CU_MEMORYTYPE_UNIFIED, CU_MEMORYTYPE_DEVICE, false},
+        {"host to unified", CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_UNIFIED, true},
+        {"unified to device", CU_MEMORYTYPE_UNIFIED, CU_MEMORYTYPE_DEVICE, true},
+        {"device to unified", CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_UNIFIED, false},
+        {"unified to host", CU_MEMORYTYPE_UNIFIED, CU_MEMORYTYPE_HOST, false},
+        {"device to device, from the host", CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_DEVICE, true}};
+    CUdeviceptr device = device_memory(BYTES_2D);
+    unsigned char *host = host_pattern(2 * BYTES_2D, 61);
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        uintptr_t from = kinds[i].up ? (uintptr_t)host : device, to = kinds[i].up ? device : (uintptr_t)host;
+        CUDA_MEMCPY2D copy = {.srcMemoryType = kinds[i].from, .srcHost = (void *)from, .srcDevice = from,
+                              .srcPitch = WIDTH, .dstMemoryType = kinds[i].to, .dstHost = (void *)to, .dstDevice = to,
+                              .dstPitch = WIDTH, .WidthInBytes = WIDTH, .Height = HEIGHT};
+        CUresult sync = cuMemcpy2D_v2(&copy), unaligned = cuMemcpy2DUnaligned_v2(&copy);
+        CUresult async = cuMemcpy2DAsync_v2(&copy, NULL);
+        must(cuCtxSynchronize(), "cuCtxSynchronize");
+        report(kinds[i].name, "ret=%d,%d,%d", sync, unaligned, async);
+    }
+    size_t rows = (BYTES_2D - WIDTH) / PITCH + 1, behind = BYTES_2D - ((rows - 1) * PITCH + WIDTH);
+    for (size_t past = 0; past < 2; past++) {
+        CUDA_MEMCPY2D there = {.srcMemoryType = CU_MEMORYTYPE_HOST, .srcHost = host, .srcPitch = WIDTH,
+                               .dstMemoryType = CU_MEMORYTYPE_DEVICE, .dstDevice = device + behind + past,
+                               .dstPitch = PITCH, .WidthInBytes = WIDTH, .Height = rows};
+        CUDA_MEMCPY2D away = {.dstMemoryType = CU_MEMORYTYPE_HOST, .dstHost = host, .dstPitch = WIDTH,
+                              .srcMemoryType = CU_MEMORYTYPE_DEVICE, .srcDevice = device + behind + past,
+                              .srcPitch = PITCH, .WidthInBytes = WIDTH, .Height = rows};
+        CUresult first = cuMemcpy2DUnaligned_v2(&there), second = cuMemcpy2DUnaligned_v2(&away);
+        report(past ? "ends behind its allocation" : "ends with its allocation", "ret=%d,%d", first, second);
+    }
+    static const size_t pitches[] = {0, 3 * MIB - 1, 3 * MIB, (1u << 31) - 1, 1u << 31};
+    for (size_t i = 0; i < sizeof pitches / sizeof *pitches; i++) {
+        CUDA_MEMCPY2D copy = {.srcMemoryType = CU_MEMORYTYPE_HOST, .srcHost = host, .srcPitch = pitches[i],
+                              .dstMemoryType = CU_MEMORYTYPE_DEVICE, .dstDevice = device, .dstPitch = 3 * MIB,
+                              .WidthInBytes = 3 * MIB, .Height = 1};
+        CUresult of_host = cuMemcpy2D_v2(&copy);
+        copy.srcPitch = 3 * MIB, copy.dstPitch = pitches[i];
+        CUresult of_device = cuMemcpy2D_v2(&copy);
+        char variant[64];
+        snprintf(variant, sizeof variant, "one row, pitch %zu", pitches[i]);
+        report(variant, "ret=%d,%d", of_host, of_device);
+    }
+    report("nowhere", "ret=%d", cuMemcpy2D_v2(NULL));
+    host_free(host, 2 * BYTES_2D);
+    must(cuMemFree_v2(device), "cuMemFree");
+}
+
 /* A rectangle on a busy stream: what waits, and that the source may be changed at once. */
 static void two_d_busy(void)
 {
@@ -297,6 +351,10 @@ static void two_d_busy(void)
         right = right && !memcmp(back + row * PITCH, kept + row * PITCH, WIDTH);
     report("DtoH", "ret=%d bytes_ok=%d waited=%d", result, right, busy.over);
     must(cuStreamSynchronize(stream), "cuStreamSynchronize");
+    make_busy(NULL, &busy);
+    result = cuMemcpy2D_v2(&there);
+    report("HtoD sync", "ret=%d waited=%d", result, busy.over);
+    must(cuCtxSynchronize(), "cuCtxSynchronize");
     host_free(source, PITCH * HEIGHT);
     host_free(back, PITCH * HEIGHT);
     host_free(kept, PITCH * HEIGHT);
@@ -306,4 +364,4 @@ static void two_d_busy(void)
 
 const struct contract_case copy_cases[] = {
     {"copy", functions}, {"unaligned", unaligned}, {"read_only_source", read_only_source},
-    {"driver_memory", driver_memory}, {"one_sided", one_sided}, {"two_d", two_d}, {"two_d_busy", two_d_busy}, {0}};
+    {"driver_memory", driver_memory}, {"one_sided", one_sided}, {"two_d", two_d}, {"two_d_odd", two_d_odd}, {"two_d_busy", two_d_busy}, {0}};
