@@ -205,7 +205,8 @@ static CUresult copy_3d(const CUDA_MEMCPY3D *p, bool synchronous, bool per_threa
 
 static CUresult copy_2d(const CUDA_MEMCPY2D *p, bool synchronous, bool per_thread, CUstream stream)
 {
-    if (!p)
+    if (!p || (p->srcPitch && p->srcPitch < p->srcXInBytes + p->WidthInBytes) ||
+        (p->dstPitch && p->dstPitch < p->dstXInBytes + p->WidthInBytes))
         return CUDA_ERROR_INVALID_VALUE;
     CUDA_MEMCPY3D wide = {
         .srcXInBytes = p->srcXInBytes, .srcY = p->srcY, .srcMemoryType = p->srcMemoryType, .srcHost = p->srcHost,
