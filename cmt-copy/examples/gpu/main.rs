@@ -1,16 +1,17 @@
 //! The engine on a real GPU, without hooks: checks every byte and what the engine assumes of the driver, then compares
 //! stock, staged and pinned copies.
 //!
-//! `cargo run --release -p cmt-copy --example gpu [calls|search|crowd|link|pair|rows] [LARGEST_MIB]`
+//! `cargo run --release -p cmt-copy --example gpu [calls|search|crowd|link|pair|rows|files] [LARGEST_MIB]`
 //!
 //! `calls` prints what single calls of the driver cost, `search` looks for the best row by size and direction, `crowd`
 //! measures fresh destinations, CPU time and many threads, `link` what CPUs leave of the link's speed, `pair` two GPUs,
-//! `rows` rectangles.
+//! `rows` rectangles, `files` mapped files.
 //! Further arguments `SLOT SLICE RING THREADS STORE` (KiB, KiB, KiB) replace the default plan by one row.
 #![expect(unsafe_code, reason = "calls the CUDA driver directly")]
 
 mod calls;
 mod crowd;
+mod files;
 mod link;
 mod pair;
 mod rows;
@@ -326,7 +327,7 @@ fn busy(gpu: &Gpu, engine: &Engine, host: *mut u8, largest: usize) {
 fn main() {
     let mut arguments = std::env::args().skip(1).peekable();
     let mode = arguments.next_if(|argument| {
-        ["calls", "search", "crowd", "link", "pair", "rows"].contains(&argument.as_str())
+        ["calls", "search", "crowd", "link", "pair", "rows", "files"].contains(&argument.as_str())
     });
     let numbers: Vec<u64> = arguments
         .map(|argument| argument.parse().expect("a number"))
@@ -356,6 +357,7 @@ fn main() {
     match mode.as_deref() {
         Some("crowd") => return crowd::print(&gpu, cpus, largest, [host, target.as_mut_ptr()]),
         Some("calls") => return calls::print(&gpu, host),
+        Some("files") => return files::print(&gpu, cpus, host),
         Some("rows") => return rows::print(&gpu, cpus, host),
         Some("link") => return link::print(&gpu, host),
         Some("pair") => return pair::print(&gpu, cpus, largest),
