@@ -207,25 +207,29 @@ impl Engine {
     unsafe fn fulfil(&self, wish: Result<Wish, PassReason>) -> (Outcome, bool) {
         let mut to_host = false;
         let prepared = wish.and_then(|wish| Ok((self.prepare(&wish, &mut to_host)?, wish.bytes)));
-        let ((copy, is_timed), bytes) = match prepared {
+        let ((copy, timed_from), bytes) = match prepared {
             Ok(prepared) => prepared,
             Err(reason) => return (Outcome::Pass(reason), to_host),
         };
-        let start = is_timed.then(Instant::now);
         let outcome = match to_host {
             // SAFETY: the caller's promise: source readable, destination writable, by the function's contract.
             true => unsafe { copy.dtoh() },
             // SAFETY: as above.
             false => unsafe { copy.htod() },
         };
-        if let (Some(start), Some(guard), Outcome::Staged(0)) = (start, &self.guard, outcome) {
+        if let (Some(start), Some(guard), Outcome::Staged(0)) = (timed_from, &self.guard, outcome) {
             guard.note(true, to_host, bytes, start.elapsed());
         }
         (outcome, to_host)
     }
 
-    /// Everything that may end in a [`Outcome::Pass`]: the copy, and whether it is to be timed. `to_host` says where it goes.
-    fn prepare(&self, wish: &Wish, to_host: &mut bool) -> Result<(Copy<'_>, bool), PassReason> {
+    /// Everything that may end in a [`Outcome::Pass`]: the copy, and since when, if it is to be timed. `to_host` says where
+    /// it goes.
+    fn prepare(
+        &self,
+        wish: &Wish,
+        to_host: &mut bool,
+    ) -> Result<(Copy<'_>, Option<Instant>), PassReason> {
         if self.stopped.load(Ordering::Relaxed) {
             return Err(PassReason::Disabled);
         }
@@ -249,16 +253,6 @@ impl Engine {
             .plan
             .row(sides.to_host, wish.bytes)
             .ok_or(PassReason::BelowCutOver)?;
-        let may_be_timed =
-            || (!is_async || sides.to_host) && stream.query(&self.driver) == driver::code::SUCCESS;
-        let turn = self.guard.as_ref().map_or(Turn::Stage, |guard| {
-            guard.turn(sides.to_host, wish.bytes, may_be_timed)
-        });
-        match turn {
-            Turn::Stage | Turn::StageTimed => {}
-            Turn::Sample => return Err(PassReason::Sampled),
-            Turn::Lost => return Err(PassReason::Slower),
-        }
         let (mut rows, mut bytes) = (None, wish.bytes);
         if let Some(rectangle) = &wish.rectangle {
             let lie = rectangle.rows(sides.to_host);
@@ -269,6 +263,19 @@ impl Engine {
             row = row.in_whole_rows(lie.ring_pitch);
             rows = Some(lie);
         }
+        let is_judged = (!is_async || sides.to_host) && rows.is_none();
+        let is_idle = || stream.query(&self.driver) == driver::code::SUCCESS;
+        let turn = match self.guard.as_ref().filter(|_| is_judged) {
+            Some(guard) => guard.turn(sides.to_host, wish.bytes, is_idle),
+            None => Turn::Stage,
+        };
+        match turn {
+            Turn::Stage | Turn::StageTimed => {}
+            Turn::Sample => return Err(PassReason::Sampled),
+            Turn::Lost => return Err(PassReason::Slower),
+        }
+        // All that stock would not do counts, waiting for a lane as well.
+        let timed_from = (turn == Turn::StageTimed).then(Instant::now);
         // Nothing is known of when stock waits with a rectangle.
         let stock_waits_too = !wish.of_2d && bytes >= staging::STOCK_WAITS_FROM_BYTES;
         let must_not_wait = is_async && !sides.to_host && !stock_waits_too;
@@ -308,7 +315,7 @@ impl Engine {
                 staging::TAIL_BYTES
             },
         };
-        Ok((copy, turn == Turn::StageTimed))
+        Ok((copy, timed_from))
     }
 
     /// Follows `plan` from the next copy on. Copies that run go on with the row they have.

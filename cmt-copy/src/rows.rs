@@ -131,6 +131,19 @@ impl Memcpy2D {
 }
 
 impl Side2D {
+    /// A rectangle that begins at `address`, which is of this `CUmemorytype`: host, device or unified.
+    pub fn at(memory_type: u32, address: u64, pitch: u64) -> Self {
+        Self {
+            x_bytes: 0,
+            y: 0,
+            memory_type,
+            host: address,
+            device: address,
+            array: 0,
+            pitch,
+        }
+    }
+
     /// Address of the first byte of the rectangle.
     fn first(&self, width: u64) -> Option<u64> {
         let base = match self.memory_type {
@@ -179,17 +192,8 @@ impl Rows {
         height: u64,
         to_device: bool,
     ) -> Memcpy2D {
-        let side = |memory_type, address, pitch| Side2D {
-            x_bytes: 0,
-            y: 0,
-            memory_type,
-            host: address,
-            device: address,
-            array: 0,
-            pitch,
-        };
-        let host = side(memory_type::HOST, host, host_pitch);
-        let device = side(memory_type::DEVICE, device, self.device_pitch);
+        let host = Side2D::at(memory_type::HOST, host, host_pitch);
+        let device = Side2D::at(memory_type::DEVICE, device, self.device_pitch);
         let (src, dst) = if to_device {
             (host, device)
         } else {

@@ -413,18 +413,6 @@ fn a_rectangle_that_does_not_fit_hands_its_last_rows_to_stock() {
     engine.shutdown();
 }
 
-fn on_one_side(memory_type: u32, address: u64, pitch: u64) -> Side2D {
-    Side2D {
-        x_bytes: 0,
-        y: 0,
-        memory_type,
-        host: address,
-        device: address,
-        array: 0,
-        pitch,
-    }
-}
-
 /// 1 host, 2 device, 4 whichever the address is of.
 #[test]
 fn a_memory_type_that_contradicts_its_address_goes_to_stock() {
@@ -441,8 +429,8 @@ fn a_memory_type_that_contradicts_its_address_goes_to_stock() {
         ((4, 2), device, host),
     ] {
         let copy = Memcpy2D {
-            src: on_one_side(types.0, from, width),
-            dst: on_one_side(types.1, to, width),
+            src: Side2D::at(types.0, from, width),
+            dst: Side2D::at(types.1, to, width),
             width_bytes: width,
             height,
         };

@@ -1,15 +1,15 @@
 //! The name under which the loader knows this library.
 //!
-//! It was loaded as `/proc/self/fd/N`, which means another file to everybody else: a debugger that opens the libraries of
-//! the target by their names would read from a descriptor of its own (gdb hung in a pipe), and the target would get this
-//! library where it asks for its own descriptor N.
+//! It was loaded as `/proc/self/fd/./N`, which means another file to everybody else: a debugger that opens the libraries of
+//! the target by their names would read from a descriptor of its own (gdb hung in a pipe).
 #![expect(unsafe_code, reason = "writes to the loader's copy of the name")]
 
 use core::ffi::{CStr, c_int, c_void};
 
 /// No longer than the name that it replaces.
 const NAME: &[u8] = b"memfd:cmt\0";
-const LOADED_AS: &[u8] = b"/proc/self/fd/";
+/// How the host spells the folder, with and without `/proc`.
+const LOADED_AS: [&[u8]; 2] = [b"/proc/self/fd/./", b"./././././././"];
 
 /// Overwrites the loader's name of the library in which `address` lies.
 pub fn change(address: u64) {
@@ -27,6 +27,9 @@ unsafe extern "C" fn look(
     // Those who compare names meanwhile see one that is not theirs, before and after.
     unsafe {
         let (info, address) = (&*info, *address.cast::<u64>());
+        if info.dlpi_phdr.is_null() || info.dlpi_name.is_null() {
+            return 0;
+        }
         let headers = core::slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum));
         let is_here = headers.iter().any(|header| {
             let start = info.dlpi_addr.wrapping_add(header.p_vaddr);
@@ -36,7 +39,10 @@ unsafe extern "C" fn look(
             return 0;
         }
         let name = CStr::from_ptr(info.dlpi_name);
-        if name.to_bytes().starts_with(LOADED_AS) {
+        if LOADED_AS
+            .iter()
+            .any(|folder| name.to_bytes().starts_with(folder))
+        {
             let name = info.dlpi_name.cast_mut().cast::<u8>();
             name.copy_from_nonoverlapping(NAME.as_ptr(), NAME.len());
         }
@@ -44,4 +50,4 @@ unsafe extern "C" fn look(
     }
 }
 
-const _: () = assert!(NAME.len() <= LOADED_AS.len() + 1);
+const _: () = assert!(NAME.len() <= LOADED_AS[0].len() && NAME.len() <= LOADED_AS[1].len());

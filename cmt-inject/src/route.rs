@@ -270,10 +270,10 @@ pub fn set_original(index: usize, trampoline: u64) {
 pub fn enable(control: &'static Control, plan: Plan) -> Result<(), String> {
     mark_ours()?;
     CONTROL.store((&raw const *control).cast_mut(), Ordering::Release);
+    control.counters.clear();
     if ENGINE.load(Ordering::Acquire).is_null() {
         let originals = std::array::from_fn(|index| ORIGINALS[index].load(Ordering::Acquire));
         let driver = std::array::from_fn(|index| control.driver[index].load(Ordering::Acquire));
-        control.counters.clear();
         // SAFETY: the host read the addresses from libcuda's symbol table, and the trampolines are sealed.
         let driver =
             unsafe { Driver::new(&originals, &driver) }.map_err(|error| error.to_string())?;

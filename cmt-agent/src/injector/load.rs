@@ -70,11 +70,12 @@ fn fill_and_start(
         return Err(InjectError::NotLoaded { message });
     }
     put_payload(target, fd)?;
+    // Spelt as nobody else does: the loader remembers it, and gives whoever asks for the same the payload.
     let folder = if without_proc {
         hand_over(target, control)?;
-        "."
+        "./././././."
     } else {
-        "/proc/self/fd"
+        "/proc/self/fd/."
     };
     control.set_boot_text(&format!("{folder}/{fd}"), PAYLOAD_ENTRY);
     control.boot.dlopen.store(libc.dlopen, Ordering::Relaxed);

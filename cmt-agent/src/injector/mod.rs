@@ -232,7 +232,7 @@ pub fn is_attached(target: &mut Target) -> bool {
             .is_some_and(|control| control.state.load(Ordering::Acquire) == state::ENABLED)
 }
 
-/// How many staged copies returned an error of the driver since the payload was loaded.
+/// How many staged copies returned an error of the driver since the process was attached.
 pub fn staged_errors(target: &mut Target) -> Result<u64, InjectError> {
     target.refresh_maps()?;
     let control = find_control(target)?;

@@ -21,18 +21,9 @@ pub fn print(gpu: &Gpu, cpus: u32, host: *mut u8) {
     for to_host in [false, true] {
         for total in [1u64 << 20, 4 << 20, 16 << 20, 64 << 20] {
             for width in [64u64, 256, 1024, 4096, 65_536, 1 << 20] {
-                let side = |memory_type, address: u64, pitch| Side2D {
-                    x_bytes: 0,
-                    y: 0,
-                    memory_type,
-                    host: address,
-                    device: address,
-                    array: 0,
-                    pitch,
-                };
                 let copy = |host: *mut u8| {
-                    let host = side(1, host as u64, width * 3 / 2);
-                    let device = side(2, gpu.device, width * 5 / 4);
+                    let host = Side2D::at(1, host as u64, width * 3 / 2);
+                    let device = Side2D::at(2, gpu.device, width * 5 / 4);
                     let (src, dst) = if to_host {
                         (device, host)
                     } else {
