@@ -82,42 +82,33 @@ impl Task {
         let offset = index * self.slice_bytes;
         let bytes = self.slice_bytes.min(self.bytes.saturating_sub(offset));
         let place = (self.ring_start + offset) % self.ring_bytes;
-        if let Some(rows) = &self.rows {
-            // SAFETY: as below.
-            unsafe { self.move_rows(rows, offset, bytes, place) };
+        let Some(rows) = &self.rows else {
+            // SAFETY: `offset + bytes` stays within the copy; the ring is a whole number of slices, so the place has room
+            // for one.
+            unsafe { self.move_piece(offset, place, bytes) };
             return;
+        };
+        let ring_pitch = rows.ring_pitch as usize;
+        for at in (0..bytes).step_by(ring_pitch) {
+            let row = (offset + at) / ring_pitch;
+            let on_host = row * rows.host_pitch as usize;
+            // SAFETY: slices hold whole rows, each of which has room in the ring; the host has as many as the task says.
+            unsafe { self.move_piece(on_host, place + at, rows.width as usize) };
         }
-        // SAFETY: `offset + bytes` stays within the copy; the ring is a whole number of slices, so the place has room for
-        // one. Application memory and pinned ring are different mappings.
+    }
+
+    /// Moves `bytes` bytes that lie in one piece on the host, from `offset` on, and in the ring, at `place`.
+    ///
+    /// # Safety
+    /// As [`Task::move_slice`]. Application memory and pinned ring are different mappings.
+    unsafe fn move_piece(&self, offset: usize, place: usize, bytes: usize) {
+        // SAFETY: the caller's promise.
         unsafe {
             let (host, ring) = (self.host.add(offset), self.ring.wrapping_add(place));
             match self.work {
                 Work::IntoRing => self.store.copy(ring, host, bytes),
                 Work::OutOfRing => self.store.copy(host, ring, bytes),
                 Work::Touch => touch(host),
-            }
-        }
-    }
-}
-
-impl Task {
-    /// Moves the rows of `bytes` bytes of padded rows from `offset` on, which lie at `place` in the ring.
-    ///
-    /// # Safety
-    /// As [`Task::move_slice`].
-    unsafe fn move_rows(&self, rows: &Rows, offset: usize, bytes: usize, place: usize) {
-        let (width, ring_pitch) = (rows.width as usize, rows.ring_pitch as usize);
-        let host_pitch = rows.host_pitch as usize;
-        for at in (0..bytes).step_by(ring_pitch) {
-            // SAFETY: slices hold whole rows, each of which has room in the ring; the host has as many as the task says.
-            unsafe {
-                let host = self.host.add((offset + at) / ring_pitch * host_pitch);
-                let ring = self.ring.wrapping_add(place + at);
-                match self.work {
-                    Work::IntoRing => self.store.copy(ring, host, width),
-                    Work::OutOfRing => self.store.copy(host, ring, width),
-                    Work::Touch => touch(host),
-                }
             }
         }
     }

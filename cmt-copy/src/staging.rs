@@ -373,23 +373,25 @@ impl Copy<'_> {
         let capacity = self.held.pinned.bytes() as u64;
         let place = ((start + offset) % capacity) as usize;
         let bytes = end - offset;
-        let in_one_piece = self.rows.is_none_or(|rows| rows.is_linear_to_device());
+        let rows = self.rows.filter(|rows| !rows.is_linear_to_device());
         // SAFETY: `room` kept the slot within one registered piece of the ring; the device range is part of the caller's.
         let result = unsafe {
             let ring = self.held.pinned.ring().add(place);
-            match (&self.rows, to_device) {
-                (Some(rows), _) if !in_one_piece => {
+            match (rows, to_device) {
+                (Some(rows), _) => {
                     let (first, height) = (offset / rows.ring_pitch, bytes / rows.ring_pitch);
                     let device = self.device + first * rows.device_pitch;
                     let copy = rows.copy(ring as u64, rows.ring_pitch, device, height, to_device);
                     self.stream.copy_rows(&copy)
                 }
-                (_, true) => self
-                    .stream
-                    .copy_to_device(self.device + offset, ring, bytes as usize),
-                (_, false) => self
-                    .stream
-                    .copy_to_host(ring, self.device + offset, bytes as usize),
+                (None, true) => {
+                    self.stream
+                        .copy_to_device(self.device + offset, ring, bytes as usize)
+                }
+                (None, false) => {
+                    self.stream
+                        .copy_to_host(ring, self.device + offset, bytes as usize)
+                }
             }
         };
         if result != code::SUCCESS {

@@ -158,7 +158,7 @@ fn stage(
         bytes,
         stream,
     };
-    enter(function, bytes, |engine| {
+    enter(enabled()?, function, bytes, |engine| {
         // SAFETY: the caller's copy, under the caller's own CUDA contract.
         unsafe { engine.copy_and_tell(&request) }
     })
@@ -169,30 +169,41 @@ fn stage(
 /// # Safety
 /// `copy` must be null or lead to a structure.
 unsafe fn stage_2d(function: usize, copy: *const Memcpy2D, stream: usize) -> Result<i32, Original> {
+    let control = enabled()?;
     // Not looked at where the original function might not do so either.
-    if copy.is_null() || !ENABLED.load(Ordering::Relaxed) || !is_ours() {
+    if copy.is_null() {
         return Err(Original::Plain);
+    }
+    if !is_ours() {
+        return pass(control, PassReason::Disabled);
     }
     // SAFETY: the caller's promise. A copy of it, so that nobody changes it between two looks.
     let copy = unsafe { copy.read_unaligned() };
-    enter(function, copy.bytes(), |engine| {
+    enter(control, function, copy.bytes(), |engine| {
         // SAFETY: the caller's copy, under the caller's own CUDA contract.
         unsafe { engine.copy_2d_and_tell(function, &copy, stream) }
     })
 }
 
+/// The control block, while copies may be staged.
+#[inline]
+fn enabled() -> Result<&'static Control, Original> {
+    // SAFETY: once set, the pointer is valid for the life of the process.
+    let control = unsafe { CONTROL.load(Ordering::Acquire).as_ref() }.ok_or(Original::Plain)?;
+    if !ENABLED.load(Ordering::Relaxed) {
+        pass(control, PassReason::Disabled)?;
+    }
+    Ok(control)
+}
+
 /// Asks the engine, if it is to be asked. It tells, too, whether the copy went to the host.
 #[inline]
 fn enter(
+    control: &Control,
     function: usize,
     bytes: usize,
     ask: impl FnOnce(&Engine) -> (Outcome, bool),
 ) -> Result<i32, Original> {
-    // SAFETY: once set, the pointer is valid for the life of the process.
-    let control = unsafe { CONTROL.load(Ordering::Acquire).as_ref() }.ok_or(Original::Plain)?;
-    if !ENABLED.load(Ordering::Relaxed) {
-        return pass(control, PassReason::Disabled);
-    }
     if bytes < ENTERS_FROM_BYTES[function].load(Ordering::Relaxed) {
         return pass(control, PassReason::BelowCutOver);
     }

@@ -140,11 +140,8 @@ fn run_miri() -> Result<ExitCode> {
     miri.env_remove("CARGO").env_remove("RUSTUP_TOOLCHAIN");
     miri.env("CARGO_TARGET_DIR", cmt_tests::target().join("miri"));
     println!("$ {}", line(&miri));
-    let status = miri.status().context("starting rustup")?;
-    Ok(match status.success() {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
-    })
+    run(&mut miri)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Runs `cargo test`, passes its output on and adds its closing lines up.

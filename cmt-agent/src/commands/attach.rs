@@ -111,17 +111,14 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         .context("reading the target's CPU limits")?
         .threads();
     let plan = plan.unwrap_or_else(|| cmt_copy::plan::estimate(threads));
-    let stages_nothing = |plan: &Plan| {
-        let mut rows = plan.htod.iter().chain(&plan.dtoh);
-        rows.all(|row| row.threads == 0)
-    };
-    if let Some(path) = args.profile.as_ref().filter(|_| stages_nothing(&plan)) {
-        bail!(
-            "{}: nothing would be staged by this plan; nothing was changed",
-            path.display()
-        );
-    }
-    if stages_nothing(&plan) {
+    let mut rows = plan.htod.iter().chain(&plan.dtoh);
+    if rows.all(|row| row.threads == 0) {
+        if let Some(path) = &args.profile {
+            bail!(
+                "{}: nothing would be staged by this plan; nothing was changed",
+                path.display()
+            );
+        }
         bail!(
             "process {} may use {threads} CPUs, and staging takes two; nothing was changed",
             args.pid
