@@ -102,6 +102,10 @@ pub fn run(settings: &Settings) -> anyhow::Result<Report> {
     let Some((mut session, device)) = Session::start()? else {
         bail!("interrupted before anything was measured");
     };
+    measure(settings, &mut session, &device).map_err(|why| session.explain(why))
+}
+
+fn measure(settings: &Settings, session: &mut Session, device: &Device) -> anyhow::Result<Report> {
     let mut target = Target::open(session.pid())?;
     target.cuda()?;
     injector::check_attachable(&mut target)?;
@@ -118,15 +122,15 @@ pub fn run(settings: &Settings) -> anyhow::Result<Report> {
             .any(|row| row.threads > 0),
         "nothing would be staged by this plan ({threads} CPUs may be used, and staging takes two)"
     );
-    let (largest, limited_by) = largest(settings.wanted(), &device)?;
+    let (largest, limited_by) = largest(settings.wanted(), device)?;
     let sizes = settings.sizes(largest);
     let mut run = Run {
-        session: &mut session,
+        session,
         settings,
         sizes: &sizes,
         bar: bar(sizes.len() as u64 * 6 * 3 + cpu::steps(threads as usize))?,
     };
-    let mut machine = Machine::describe(&device);
+    let mut machine = Machine::describe(device);
 
     let mut attach = None;
     let mut tuned = (Pass::new(), BTreeMap::new());

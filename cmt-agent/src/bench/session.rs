@@ -1,15 +1,19 @@
 //! The bench's end of the pipe to the process that it measures, with an ear for Ctrl-C.
 
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::os::unix::process::CommandExt as _;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread;
 
 use anyhow::{Context as _, anyhow, bail};
+use procfs::process::Process;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::wire::{Device, Reply, Request};
+
+/// A process that is ending, by field 9 of `/proc/PID/stat` (`include/linux/sched.h`).
+const PF_EXITING: u32 = 4;
 
 /// What may come next.
 enum Event {
@@ -94,6 +98,24 @@ impl Session {
             Ok(_) | Err(TryRecvError::Empty | TryRecvError::Disconnected) => {}
         }
         self.interrupted
+    }
+
+    /// `why`, or that the process was ended by a signal, where that is what `why` comes from.
+    pub fn explain(&mut self, why: anyhow::Error) -> anyhow::Error {
+        // An ending process loses its memory first, so what reads it fails before it can be waited for.
+        let ends = Process::new(self.pid() as i32)
+            .and_then(|process| process.stat())
+            .is_ok_and(|stat| stat.flags & PF_EXITING != 0);
+        let status = match ends {
+            true => self.child.wait().ok(),
+            false => self.child.try_wait().ok().flatten(),
+        };
+        match status {
+            Some(status) if status.signal().is_some() => {
+                anyhow!("the process to measure ended with {status}")
+            }
+            _ => why,
+        }
     }
 
     fn next(&mut self) -> anyhow::Result<Option<Reply>> {
