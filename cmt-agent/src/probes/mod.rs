@@ -2,7 +2,9 @@
 //!
 //! Knows libraries, programs and links; knows nothing of what is counted (that is `trace`).
 
+mod btf;
 mod cost;
+mod kernel;
 pub(crate) mod library;
 mod link;
 mod load;
@@ -16,6 +18,7 @@ use std::io;
 use thiserror::Error;
 
 pub use cost::pair_ns;
+pub use kernel::learn;
 pub use library::{Library, Mapped};
 pub use link::{Links, Target, detach};
 pub use maps::{CopyStats, Maps};

@@ -101,10 +101,13 @@ impl Tracer {
             Targets::All => Reach::All,
         })?;
         log::debug!("programs loaded after {:?}", begun.elapsed());
-        let (pair_ns, links) = probes::pair_ns(&mut probes);
+        let (pages, survey_links) = probes::learn(&mut probes);
+        log::debug!("kernel surveyed after {:?}: {pages:?}", begun.elapsed());
+        let (pair_ns, cost_links) = probes::pair_ns(&mut probes);
         log::debug!("cost measured after {:?}", begun.elapsed());
         let mut state = State { probes, scanner };
-        state.scanner.begin(&mut state.probes, links)?;
+        let own = vec![survey_links, cost_links];
+        state.scanner.begin(&mut state.probes, own, pages.err())?;
         log::debug!("probes in place after {:?}", begun.elapsed());
         let state = Arc::new(Mutex::new(state));
         let (stop, stopped) = mpsc::channel();

@@ -44,8 +44,10 @@ pub(super) struct Scanner {
     /// Counts of processes that have ended.
     finished: BTreeMap<CopyKey, Stat>,
     warnings: Vec<String>,
-    /// Probes that have measured what a probe costs.
-    own: Links,
+    /// Probes on this process, which have done their work.
+    own: Vec<Links>,
+    /// Why the programs cannot read page tables, where they cannot.
+    blind: Option<String>,
     started: Instant,
     ended_at: Option<Instant>,
     scans: u32,
@@ -99,16 +101,30 @@ impl Scanner {
             shared: HashMap::new(),
             finished: BTreeMap::new(),
             warnings: Vec::new(),
-            own: Links::default(),
+            own: Vec::new(),
+            blind: None,
             started: Instant::now(),
             ended_at: None,
             scans: 0,
         })
     }
 
-    /// The first scan; the trace counts from its end on. `own` are probes on this process, taken away with the others.
-    pub fn begin(&mut self, probes: &mut Probes, own: Links) -> Result<(), TraceError> {
+    /// The first scan; the trace counts from its end on. `own` are probes on this process, taken away with the others;
+    /// `blind` says why the programs cannot read page tables.
+    pub fn begin(
+        &mut self,
+        probes: &mut Probes,
+        own: Vec<Links>,
+        blind: Option<String>,
+    ) -> Result<(), TraceError> {
         self.own = own;
+        if let Some(why) = &blind {
+            self.warn(format!(
+                "memory that was pinned by cudaHostRegister before the trace cannot be told from pageable memory here, \
+                 so copies of processes that ran before it show as unknown ({why})"
+            ));
+        }
+        self.blind = blind;
         for watched in self.processes.values() {
             if watched.target.number != 0 {
                 probes
@@ -150,7 +166,7 @@ impl Scanner {
             .values_mut()
             .flat_map(|watched| mem::take(&mut watched.links));
         let measuring = mem::take(&mut self.own);
-        shared.chain(own).chain([measuring]).collect()
+        shared.chain(own).chain(measuring).collect()
     }
 
     /// What the kernel has counted, with what ended processes counted.
@@ -310,7 +326,11 @@ impl Scanner {
         // The same file may be open to us only through this process.
         let library = library.through(mapped);
         let shared = self.named.is_none();
-        if !(shared && self.shared.contains_key(&mapped.id)) {
+        let unseen = !(shared && self.shared.contains_key(&mapped.id));
+        if self.blind.is_some() && (unseen || self.scans == 0) {
+            probes.maps.mark_earlier(pid)?;
+        }
+        if unseen {
             let target = (!shared).then_some(watched.target);
             match probes.attach(&library, target) {
                 Ok(links) if shared => {
