@@ -28,6 +28,31 @@ pub struct CopyKey {
     pub _pad: [u8; 6],
 }
 
+impl CopyKey {
+    /// All keys of process `pid`.
+    pub const fn of_process(pid: u32) -> core::ops::RangeInclusive<Self> {
+        let first = Self {
+            pid,
+            function: 0,
+            direction: 0,
+            memory: 0,
+            size_class: 0,
+            backing: 0,
+            _pad: [0; 6],
+        };
+        let last = Self {
+            pid,
+            function: u16::MAX,
+            direction: u8::MAX,
+            memory: u8::MAX,
+            size_class: u8::MAX,
+            backing: u8::MAX,
+            _pad: [u8::MAX; 6],
+        };
+        first..=last
+    }
+}
+
 /// What is counted under one [`CopyKey`]. Times and the histogram cover successful calls only.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]

@@ -68,7 +68,7 @@ async fn trace(
     // From here on Ctrl-C ends the trace instead of the process, so that what was seen is not lost.
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
-    let tracer = Tracer::start(targets.clone())?;
+    let mut tracer = Tracer::start(targets.clone(), false)?;
     let pair_ns = tracer.pair_ns();
     let mut view = LiveView::new(live);
     if duration.is_none() {

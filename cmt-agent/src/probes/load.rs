@@ -20,7 +20,8 @@ use super::link::bpf;
 use super::programs::{OBJECT, PROGRAMS, Reach, system_error};
 use super::{ProbeError, in_first_pid_namespace};
 
-/// Makes any kernel behave like an old one, for tests: `single` as before 6.6, `filter` as before 6.10.
+/// Makes any kernel behave like another, for tests: `single` as before 6.6, `filter` as before 6.10, `blind` as one whose
+/// page tables cannot be read.
 const PRETEND: &str = "CMT_PRETEND_KERNEL";
 
 /// The links that work here.
@@ -52,6 +53,11 @@ impl Kind {
             Reach::Chosen => Self::SingleSite,
         }
     }
+}
+
+/// True where a test wants this kernel to be taken for one of that kind.
+pub(super) fn pretends(kind: &str) -> bool {
+    std::env::var(PRETEND).is_ok_and(|pretended| pretended == kind)
 }
 
 fn kernel_version() -> (u32, u32) {

@@ -7,11 +7,11 @@
 use std::path::Path;
 
 use aya::maps::{
-    Array, HashMap, LpmTrie, Map, MapData, MapError, PerCpuArray, PerCpuValues, lpm_trie,
+    Array, HashMap, LpmTrie, Map, MapData, MapError, PerCpuArray, PerCpuValues, RingBuf, lpm_trie,
 };
 use aya::{Ebpf, Pod};
 use cmt_common::api::MemoryKind;
-use cmt_common::event::{Call, CopyKey, CopyStat, LOST_REASONS, Lost, MOST_NESTED};
+use cmt_common::event::{Call, CopyEvent, CopyKey, CopyStat, LOST_REASONS, Lost, MOST_NESTED};
 use cmt_common::kernel::{Layout, Survey};
 use cmt_common::range::{PID_BITS, RESERVED, RangeKey, RangePrefix, RangeValue, next_part};
 
@@ -296,6 +296,38 @@ impl Maps {
         for start in starts {
             self.forget_range(pid, start);
         }
+    }
+}
+
+/// The ring of single copies.
+pub struct Events {
+    ring: RingBuf<MapData>,
+    dropped: Array<MapData, u64>,
+}
+
+impl Events {
+    /// Takes it from a loaded object.
+    pub(super) fn take(ebpf: &mut Ebpf) -> Result<Self, ProbeError> {
+        Ok(Self {
+            ring: take(ebpf, "EVENTS")?,
+            dropped: take(ebpf, "DROPPED")?,
+        })
+    }
+
+    /// The next copy, oldest first; `None` where there is none for now.
+    pub fn next(&mut self) -> Option<CopyEvent> {
+        let item = self.ring.next()?;
+        // SAFETY: a repr(C) structure of integers: any bytes are a value. The ring aligns to 8 bytes, and nothing here
+        // depends on it.
+        (item.len() >= size_of::<CopyEvent>())
+            .then(|| unsafe { item.as_ptr().cast::<CopyEvent>().read_unaligned() })
+    }
+
+    /// Copies that found no room in the ring so far.
+    pub fn dropped(&self) -> Result<u64, ProbeError> {
+        self.dropped
+            .get(&0, 0)
+            .map_err(|error| map_error("DROPPED", error))
     }
 }
 

@@ -21,7 +21,7 @@ pub use cost::pair_ns;
 pub use kernel::learn;
 pub use library::{Library, Mapped};
 pub use link::{Links, Target, detach};
-pub use maps::{CopyStats, Maps};
+pub use maps::{CopyStats, Events, Maps};
 pub use programs::{Probes, Reach};
 
 /// Why probes could not be placed.

@@ -16,7 +16,7 @@ use super::ProbeError;
 use super::library::{Library, Site};
 use super::link::{Link, Links, Point, Target, multi};
 use super::load::{self, Kind};
-use super::maps::Maps;
+use super::maps::{Events, Maps};
 
 pub(super) static OBJECT: &[u8] = aya::include_bytes_aligned!("../../../cmt-ebpf/cmt.bpf.o");
 
@@ -47,6 +47,9 @@ pub enum Reach {
     All,
 }
 
+/// Bytes of the ring that single copies go through, where they are wanted: some 180,000 of them.
+const RING_BYTES: u32 = 16 << 20;
+
 /// Loaded programs and their maps.
 pub struct Probes {
     ebpf: Ebpf,
@@ -56,13 +59,16 @@ pub struct Probes {
     picking: bool,
     /// What the programs share with us.
     pub maps: Maps,
+    /// Single copies, where they are wanted and nobody has taken this yet.
+    pub events: Option<Events>,
     logger: Option<EbpfLogger<&'static dyn log::Log>>,
 }
 
 impl Probes {
-    /// Loads the embedded object.
-    pub fn load(reach: Reach) -> Result<Self, ProbeError> {
+    /// Loads the embedded object. `telling` makes the programs hand over single copies, too.
+    pub fn load(reach: Reach, telling: bool) -> Result<Self, ProbeError> {
         let level = log_level();
+        let ring_bytes = if telling { RING_BYTES } else { 4096 };
         let links = Kind::of_links(reach);
         let picking = links == Kind::ManySitesPicking;
         let mut ebpf = EbpfLoader::new()
@@ -70,6 +76,8 @@ impl Probes {
             .btf(None)
             .override_global(aya_log::LEVEL, &level, true)
             .override_global("PICKING", &u8::from(picking), true)
+            .override_global("TELLING", &u8::from(telling), true)
+            .map_max_entries("EVENTS", ring_bytes)
             .load(OBJECT)
             .map_err(load_error)?;
         let multi = match links {
@@ -86,8 +94,10 @@ impl Probes {
                 None
             }
         };
+        let events = telling.then(|| Events::take(&mut ebpf)).transpose()?;
         Ok(Self {
             maps: Maps::take(&mut ebpf)?,
+            events,
             picking,
             logger,
             multi,

@@ -14,12 +14,14 @@ use procfs::process::Process as Proc;
 use super::memory::{self, Range};
 use super::snapshot::{Process, Snapshot};
 use super::{Targets, TraceError};
+use crate::cpus::Cpus;
 use crate::histogram::Stat;
 use crate::probes::{
     Library, Links, Mapped, ProbeError, Probes, Target, in_first_pid_namespace, rights,
 };
 use crate::target::maps::{self, FileId, Mapping};
 use crate::target::text;
+use crate::workload::Workload;
 
 /// In a trace of all processes, a known one is looked at again once in so many scans.
 const KNOWN_EVERY: u32 = 4;
@@ -31,6 +33,8 @@ const MOST_LIBRARIES: usize = 32;
 /// Files that are remembered, so that none is read again, and warnings that are kept.
 const MOST_FILES: usize = 1 << 16;
 const MOST_WARNINGS: usize = 100;
+/// Processes of a trace of all that have ended and are remembered by more than their counts.
+const MOST_GONE: usize = 4096;
 
 /// What the tracer knows of its targets.
 pub(super) struct Scanner {
@@ -43,6 +47,8 @@ pub(super) struct Scanner {
     shared: HashMap<FileId, Links>,
     /// Counts of processes that have ended.
     finished: BTreeMap<CopyKey, Stat>,
+    /// Those processes.
+    gone: BTreeMap<u32, Process>,
     warnings: Vec<String>,
     /// Probes on this process, which have done their work.
     own: Vec<Links>,
@@ -61,6 +67,8 @@ struct Watched {
     ended: bool,
     target: Target,
     libraries: HashMap<FileId, String>,
+    workload: Workload,
+    threads: u32,
     /// Probes that fire for this process only.
     links: Vec<Links>,
     looked_at: bool,
@@ -100,6 +108,7 @@ impl Scanner {
             files: HashMap::new(),
             shared: HashMap::new(),
             finished: BTreeMap::new(),
+            gone: BTreeMap::new(),
             warnings: Vec::new(),
             own: Vec::new(),
             blind: None,
@@ -180,19 +189,12 @@ impl Scanner {
         let mut processes: BTreeMap<u32, Process> = self
             .processes
             .iter()
-            .map(|(pid, watched)| {
-                let mut libraries: Vec<String> = watched.libraries.values().cloned().collect();
-                libraries.sort();
-                let process = Process {
-                    comm: watched.comm.clone(),
-                    ended: watched.ended,
-                    named: self.named.is_some(),
-                    libraries,
-                };
-                (*pid, process)
-            })
+            .map(|(pid, watched)| (*pid, watched.process(self.named.is_some())))
             .collect();
         for key in rows.keys() {
+            if let Some(gone) = self.gone.get(&key.pid) {
+                processes.entry(key.pid).or_insert_with(|| gone.clone());
+            }
             processes.entry(key.pid).or_insert_with(|| Process {
                 comm: probes.maps.comm(key.pid).unwrap_or_default(),
                 ..Process::default()
@@ -228,7 +230,13 @@ impl Scanner {
             }
         }
         if self.named.is_none() {
-            self.processes.retain(|_, watched| !watched.ended);
+            let gone = &mut self.gone;
+            self.processes.retain(|pid, watched| {
+                if watched.ended && !watched.libraries.is_empty() && gone.len() < MOST_GONE {
+                    gone.insert(*pid, watched.process(false));
+                }
+                !watched.ended
+            });
         }
         Ok(())
     }
@@ -355,6 +363,10 @@ impl Scanner {
             mapped.shown(),
             library.functions()
         );
+        if watched.libraries.is_empty() {
+            watched.workload = Workload::of(pid);
+            watched.threads = Cpus::of(pid).map_or(0, |cpus| cpus.threads());
+        }
         watched.libraries.insert(mapped.id, mapped.name());
         Ok(())
     }
@@ -443,10 +455,25 @@ impl Watched {
             ended: false,
             target: Target { pid, number },
             libraries: HashMap::new(),
+            workload: Workload::default(),
+            threads: 0,
             links: Vec::new(),
             looked_at: false,
             memory_known: false,
             ranges: HashMap::new(),
+        }
+    }
+
+    fn process(&self, named: bool) -> Process {
+        let mut libraries: Vec<String> = self.libraries.values().cloned().collect();
+        libraries.sort();
+        Process {
+            comm: self.comm.clone(),
+            ended: self.ended,
+            named,
+            libraries,
+            workload: self.workload.clone(),
+            threads: self.threads,
         }
     }
 }

@@ -7,7 +7,7 @@ use cmt_common::api::Direction;
 use cmt_common::event::LOST_NAMES;
 
 use super::report::{CopyReport, ProcessReport, Report};
-use super::{Snapshot, Targets};
+use super::{Snapshot, Targets, summary};
 use crate::histogram::Stat;
 
 /// Cells of the longest bar of a histogram.
@@ -15,7 +15,13 @@ const BAR: usize = 40;
 
 /// The report of a trace that has ended.
 pub fn render(snapshot: &Snapshot, report: &Report, targets: &Targets) -> String {
-    let mut text = tables(report);
+    let mut text = tables(&Report::new(
+        &snapshot.without_backing(),
+        report.overhead.pair_ns,
+    ));
+    for process in &report.processes {
+        text += &summary::of(process, snapshot);
+    }
     if snapshot.calls() == 0 {
         text += &nothing_seen(snapshot, targets);
     } else {
