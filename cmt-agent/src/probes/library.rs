@@ -11,7 +11,6 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
 
@@ -20,6 +19,7 @@ use object::read::elf::{FileHeader as _, ProgramHeader as _, SectionHeader as _,
 use object::{Endianness, ReadCache, ReadRef, elf};
 
 use super::ProbeError;
+use super::first::probe_at;
 use crate::target::file::{Access, open_regular, path_of};
 use crate::target::maps::{FileId, Mapping};
 use crate::target::text::printable;
@@ -141,7 +141,7 @@ impl Library {
         }
         for sites in found.tables() {
             for site in &mut *sites {
-                site.offset = behind_endbr(&file, site.offset).map_err(failed)?;
+                site.offset = probe_at(&file, site.offset).map_err(failed)?;
             }
             // Two names of one address would count each call twice.
             sites.sort_by_key(|site| (site.offset, site.function));
@@ -283,13 +283,4 @@ fn file_offset(
             }
             segment.p_offset(endian).checked_add(within)
         })
-}
-
-/// Where to probe a function that starts at `offset`: behind an `endbr64`. The kernel emulates the usual first
-/// instructions but has to single-step this one, which makes a probe seven times as expensive.
-fn behind_endbr(file: &File, offset: u64) -> io::Result<u64> {
-    const ENDBR64: [u8; 4] = [0xf3, 0x0f, 0x1e, 0xfa];
-    let mut first = [0; 4];
-    file.read_exact_at(&mut first, offset)?;
-    Ok(if first == ENDBR64 { offset + 4 } else { offset })
 }

@@ -4,6 +4,7 @@
 
 mod btf;
 mod cost;
+mod first;
 mod kernel;
 pub(crate) mod library;
 mod link;
