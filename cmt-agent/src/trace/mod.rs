@@ -1,11 +1,13 @@
 //! Traces the copies of live processes: probes on what they map now and later, and what the kernel counted so far.
 
 pub mod duration;
+pub mod intervals;
 pub(crate) mod memory;
 pub mod report;
 mod scan;
 mod snapshot;
 pub mod table;
+pub mod view;
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
