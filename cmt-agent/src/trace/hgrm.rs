@@ -2,10 +2,14 @@
 //!
 //! Values are microseconds. A latency is known within its bucket, and stands as the bucket's end.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
 
+use cmt_common::api::{Direction, MemoryKind};
 use hdrhistogram::Histogram;
 
+use super::Snapshot;
 use crate::histogram::Stat;
 
 /// Lines for each halving of what remains up to 100 %, as HdrHistogram's own tools write them.
@@ -13,8 +17,39 @@ const TICKS_PER_HALF: u32 = 5;
 /// Decimal digits that are kept: more than a bucket of 12.5 % needs.
 const DIGITS: u8 = 3;
 
+/// The files of a trace: `path` with all copies between host and device, and beside it one for each direction and kind of
+/// memory that was seen, as in `copies.HtoD-pageable.hgrm`.
+pub fn files(path: &Path, snapshot: &Snapshot) -> Vec<(PathBuf, String)> {
+    let mut all = Stat::default();
+    let mut parts: BTreeMap<(u8, u8), Stat> = BTreeMap::new();
+    for (key, stat) in &snapshot.rows {
+        if matches!(
+            Direction::from_raw(key.direction),
+            Direction::HtoD | Direction::DtoH
+        ) {
+            all.merge(stat);
+            parts
+                .entry((key.direction, key.memory))
+                .or_default()
+                .merge(stat);
+        }
+    }
+    let beside = |(direction, memory): (u8, u8)| {
+        let part = format!(
+            "{}-{}.hgrm",
+            Direction::from_raw(direction).name(),
+            MemoryKind::from_raw(memory).name()
+        );
+        path.with_extension(part)
+    };
+    std::iter::once((path.to_owned(), all))
+        .chain(parts.into_iter().map(|(key, stat)| (beside(key), stat)))
+        .filter_map(|(path, stat)| Some((path, text(&stat)?)))
+        .collect()
+}
+
 /// The distribution of a class of copies; `None` where none succeeded.
-pub fn text(stat: &Stat) -> Option<String> {
+fn text(stat: &Stat) -> Option<String> {
     let mut histogram: Histogram<u64> = Histogram::new(DIGITS).ok()?;
     for (_, end, count) in stat.histogram() {
         histogram

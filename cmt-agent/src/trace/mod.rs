@@ -4,13 +4,16 @@ pub mod duration;
 pub mod events;
 pub mod gain;
 pub mod hgrm;
+pub mod intervals;
 pub(crate) mod memory;
 pub mod perfetto;
+pub mod record;
 pub mod report;
 mod scan;
 mod snapshot;
 mod summary;
 pub mod table;
+pub mod view;
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

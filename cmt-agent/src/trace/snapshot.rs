@@ -58,7 +58,7 @@ impl Snapshot {
         }
     }
 
-    /// What was counted after `earlier`, an older snapshot of the same trace. Classes without a call are left out.
+    /// What was counted after `earlier`, an older snapshot of the same trace. Classes in which nothing changed are left out.
     pub fn since(&self, earlier: &Self) -> Self {
         let rows = self
             .rows
@@ -70,7 +70,10 @@ impl Snapshot {
                 };
                 (*key, stat)
             })
-            .filter(|(_, stat)| stat.calls > 0)
+            // A snapshot may have been taken between the count of a call and that of its bytes: these come later, alone.
+            .filter(|(_, stat)| {
+                stat.calls | stat.errors | stat.bytes | stat.total_ns | stat.count() > 0
+            })
             .collect();
         let mut lost = self.lost;
         for (own, earlier) in lost.iter_mut().zip(earlier.lost) {
