@@ -87,7 +87,7 @@ pub fn find_control(target: &mut Target) -> Result<Option<ControlMap>, InjectErr
     let pid = target.pid;
     let mut stopped = None;
     for address in target.control_addresses().into_iter().take(MOST_BLOCKS) {
-        check_allowed(pid, "looked into", Deed::OpenControl)?;
+        check_allowed(pid, "inspected", Deed::OpenControl)?;
         let control = ControlMap::open(target, address)?;
         // A bootstrap that was given up leaves a block without an entry.
         if control.magic.load(Ordering::Acquire) != MAGIC
@@ -109,12 +109,15 @@ pub fn find_control(target: &mut Target) -> Result<Option<ControlMap>, InjectErr
 
 /// Refuses what cannot be attached to for what an earlier attach left in it. Changes nothing.
 pub fn check_attachable(target: &mut Target) -> Result<(), InjectError> {
-    check_allowed(target.pid, "attached to", Deed::OpenControl)?;
+    let to_load = match target.sees_proc() {
+        true => Deed::OpenControl,
+        false => Deed::AttachWithoutProc,
+    };
+    if !rights::may(Deed::OpenControl) {
+        return check_allowed(target.pid, "attached to", to_load);
+    }
     let Some(control) = find_control(target)? else {
-        return match target.sees_proc() {
-            true => Ok(()),
-            false => check_allowed(target.pid, "attached to", Deed::AttachWithoutProc),
-        };
+        return check_allowed(target.pid, "attached to", to_load);
     };
     check_owner(target, &control)?;
     let enabled = control.state.load(Ordering::Acquire) == state::ENABLED;

@@ -85,8 +85,10 @@ pub enum Deed {
     Inspect,
     /// Seeing what all processes map, for which --all asks.
     InspectAll,
-    /// Opening a library that a process maps: deleted, or where only others may look.
-    ReadLibrary {
+    /// Opening a library that a process maps, where only others may look.
+    ReadLibrary,
+    /// The same where the library is deleted.
+    ReadDeleted {
         /// [`is_own`] is true of the process.
         own: bool,
     },
@@ -114,8 +116,9 @@ impl Deed {
             Self::TraceBySingleLinks => &[Bpf, Perfmon, SysAdmin],
             Self::Inspect => &[Bpf, Perfmon, SysPtrace],
             Self::InspectAll => &[SysPtrace],
-            Self::ReadLibrary { own: true } | Self::OpenControl => &[CheckpointRestore],
-            Self::ReadLibrary { own: false } => &[CheckpointRestore, DacReadSearch],
+            Self::ReadLibrary => &[DacReadSearch],
+            Self::ReadDeleted { own: true } | Self::OpenControl => &[CheckpointRestore],
+            Self::ReadDeleted { own: false } => &[CheckpointRestore, DacReadSearch],
             Self::Look { own: true } | Self::Attach { own: true } => {
                 &[SysPtrace, CheckpointRestore]
             }

@@ -303,8 +303,10 @@ impl Scanner {
                     library
                 }
                 Err(error) if error.is_denied() && mapped.name().starts_with("libcuda") => {
-                    let deed = Deed::ReadLibrary {
-                        own: rights::is_own(pid),
+                    let own = rights::is_own(pid);
+                    let deed = match mapped.name().ends_with(" (deleted)") {
+                        true => Deed::ReadDeleted { own },
+                        false => Deed::ReadLibrary,
                     };
                     let reason = format!(
                         "its {} cannot be read: {}",
