@@ -127,6 +127,8 @@ impl Library {
                     opened = Some(file);
                     break;
                 }
+                // That it may not be opened says more than that its path names nothing.
+                Err(_) if error.kind() == io::ErrorKind::PermissionDenied => {}
                 Err(found) => error = found,
             }
         }

@@ -1,13 +1,13 @@
 //! Loads the BPF programs, in the way that the links need which this kernel has.
 #![expect(
     unsafe_code,
-    reason = "aya 0.14 cannot name an attach type for a uprobe program, so one program load is a bare system call"
+    reason = "aya 0.14 cannot name an attach type for a uprobe program, nor try to open one: bare system calls"
 )]
 
 use std::collections::HashSet;
 use std::ffi::CStr;
-use std::mem;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+use std::{fs, io, mem};
 
 use aya::Ebpf;
 use aya::maps::Map;
@@ -16,7 +16,9 @@ use aya_obj::generated::{
     bpf_attach_type::BPF_TRACE_UPROBE_MULTI, bpf_attr, bpf_cmd, bpf_insn, bpf_prog_type,
 };
 
+pub(super) use super::kernel::Kind;
 use super::link::bpf;
+<<<<<<< HEAD
 use super::programs::{OBJECT, PROGRAMS, Reach, system_error};
 use super::{ProbeError, in_first_pid_namespace};
 
@@ -69,9 +71,18 @@ fn kernel_version() -> (u32, u32) {
         .filter_map(|part| part.parse::<u32>().ok());
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
 }
+=======
+use super::programs::{OBJECT, PROGRAMS, system_error};
+use super::rights::{self, Deed};
+use super::{ProbeError, kernel};
+>>>>>>> 1df695605b0aae9245a97cde67d8c5a912b724a9
 
 /// Loads the programs for single-site links: aya's own way.
 pub(super) fn single(ebpf: &mut Ebpf) -> Result<(), ProbeError> {
+    if !kernel::has_cookies() {
+        let (major, minor) = kernel::version();
+        return Err(ProbeError::TooOld { major, minor });
+    }
     for name in PROGRAMS {
         let program: &mut UProbe = ebpf
             .program_mut(name)
@@ -91,6 +102,61 @@ pub(super) fn single(ebpf: &mut Ebpf) -> Result<(), ProbeError> {
             Err(error) => return Err(ProbeError::of("BPF programs", system_error(error))),
         }
     }
+    open_uprobe().map_err(|error| match error.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => ProbeError::Denied {
+            what: "a uprobe",
+            reason: rights::refusal(Deed::TraceBySingleLinks),
+        },
+        _ => ProbeError::Unsupported {
+            what: "a uprobe",
+            source: error,
+        },
+    })
+}
+
+/// The start of `struct perf_event_attr` (PERF_ATTR_SIZE_VER1), as a uprobe uses it.
+#[repr(C)]
+#[derive(Default)]
+struct UprobeAttr {
+    kind: u32,
+    size: u32,
+    config: u64,
+    unused: [u64; 5],
+    path: u64,
+    offset: u64,
+}
+
+/// Opens a uprobe on the first byte of this program's code without enabling it, and closes it again.
+///
+/// Where this is refused every single-site link is: since Linux 6.16, and in what older series got of it, it takes
+/// CAP_SYS_ADMIN ("perf: Revert to requiring CAP_SYS_ADMIN for uprobes"), which links with many sites do not.
+fn open_uprobe() -> io::Result<()> {
+    let kind = fs::read_to_string("/sys/bus/event_source/devices/uprobe/type")?;
+    let attr = UprobeAttr {
+        kind: kind.trim().parse().map_err(io::Error::other)?,
+        size: size_of::<UprobeAttr>() as u32,
+        path: c"/proc/self/exe".as_ptr() as u64,
+        ..UprobeAttr::default()
+    };
+    const FD_CLOEXEC: u64 = 1 << 3;
+    const ANY_CPU: i32 = -1;
+    const NO_GROUP: i32 = -1;
+    // SAFETY: the kernel reads `size` bytes of `attr` and the NUL-terminated path; both live until it returns.
+    let fd = unsafe {
+        libc::syscall(
+            libc::SYS_perf_event_open,
+            &raw const attr,
+            libc::getpid(),
+            ANY_CPU,
+            NO_GROUP,
+            FD_CLOEXEC,
+        )
+    };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is new and nobody else's.
+    drop(unsafe { OwnedFd::from_raw_fd(fd as i32) });
     Ok(())
 }
 

@@ -4,8 +4,12 @@
 
 mod btf;
 mod cost;
+<<<<<<< HEAD
 mod first;
 mod kernel;
+=======
+pub(crate) mod kernel;
+>>>>>>> 1df695605b0aae9245a97cde67d8c5a912b724a9
 pub(crate) mod library;
 mod link;
 mod load;
@@ -46,6 +50,16 @@ pub enum ProbeError {
         /// What the kernel said.
         source: io::Error,
     },
+    /// Probes carry no cookies.
+    #[error(
+        "Linux {major}.{minor} is too old to trace: probes carry BPF cookies, which came with Linux 5.15; use a newer kernel"
+    )]
+    TooOld {
+        /// Of its version.
+        major: u32,
+        /// Of its version.
+        minor: u32,
+    },
     /// The verifier refused a program: a fault of cmt, or a kernel that is too old.
     #[error("the kernel's verifier refuses program {program}: {log}")]
     Verifier {
@@ -84,12 +98,17 @@ pub enum ProbeError {
 }
 
 impl ProbeError {
+    /// Whether a library may not be read.
+    pub fn is_denied(&self) -> bool {
+        matches!(self, Self::Library { source, .. } if source.kind() == io::ErrorKind::PermissionDenied)
+    }
+
     /// The error for a failed system call that was to do `what`.
     fn of(what: &'static str, source: io::Error) -> Self {
         match source.raw_os_error() {
             Some(libc::EPERM | libc::EACCES) => Self::Denied {
                 what,
-                reason: rights::reason(),
+                reason: rights::refusal(rights::Deed::Trace),
             },
             _ => Self::Unsupported { what, source },
         }

@@ -16,6 +16,7 @@ use super::snapshot::{Process, Snapshot};
 use super::{Targets, TraceError};
 use crate::cpus::Cpus;
 use crate::histogram::Stat;
+use crate::probes::rights::Deed;
 use crate::probes::{
     Library, Links, Mapped, ProbeError, Probes, Target, in_first_pid_namespace, rights,
 };
@@ -100,6 +101,10 @@ impl Scanner {
                 }
             }
             None if foreign_ids => return Err(TraceError::PidNamespace),
+            None if !rights::may(Deed::InspectAll) => {
+                let (what, reason) = ("a look at all processes", rights::refusal(Deed::InspectAll));
+                return Err(ProbeError::Denied { what, reason }.into());
+            }
             None => {}
         }
         Ok(Self {
@@ -321,6 +326,27 @@ impl Scanner {
                     self.files.insert(key, library.clone());
                     library
                 }
+                Err(error) if error.is_denied() && mapped.name().starts_with("libcuda") => {
+                    let own = rights::is_own(pid);
+                    let deed = match mapped.name().ends_with(" (deleted)") {
+                        true => Deed::ReadDeleted { own },
+                        false => Deed::ReadLibrary,
+                    };
+                    let reason = format!(
+                        "its {} cannot be read: {}",
+                        mapped.name(),
+                        rights::refusal(deed)
+                    );
+                    let error = TraceError::Inspect { pid, reason };
+                    // What else it maps may be open to us.
+                    return match self.named {
+                        Some(_) => Err(error),
+                        None => {
+                            self.warn(error.to_string());
+                            Ok(())
+                        }
+                    };
+                }
                 // The mapping may have gone since; else the next scan meets it again.
                 Err(error) => {
                     log::debug!("process {pid}: {error}");
@@ -507,11 +533,13 @@ fn named_process(pid: u32, number: u16) -> Result<Watched, TraceError> {
 /// The maps of a process; empty for a kernel thread and for one that has ended.
 fn read_maps(pid: u32) -> Result<Vec<Mapping>, String> {
     match Proc::new(pid as i32).and_then(|process| maps::of(&process)) {
-        // The kernel shows no mapping at all of a process that we may not look at.
-        Ok(maps) if maps.is_empty() && has_memory(pid) => Err(rights::reason()),
+        // The kernel shows no mapping at all of a process that we may not look at, or all of them but no file.
+        Ok(maps) if maps.is_empty() && has_memory(pid) || !rights::may_inspect(pid) => {
+            Err(rights::refusal(Deed::Inspect))
+        }
         Ok(maps) => Ok(maps),
         Err(procfs::ProcError::NotFound(_)) => Ok(Vec::new()),
-        Err(procfs::ProcError::PermissionDenied(_)) => Err(rights::reason()),
+        Err(procfs::ProcError::PermissionDenied(_)) => Err(rights::refusal(Deed::Inspect)),
         Err(error) => Err(error.to_string()),
     }
 }
