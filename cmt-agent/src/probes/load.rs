@@ -18,64 +18,9 @@ use aya_obj::generated::{
 
 pub(super) use super::kernel::Kind;
 use super::link::bpf;
-<<<<<<< HEAD
-use super::programs::{OBJECT, PROGRAMS, Reach, system_error};
-use super::{ProbeError, in_first_pid_namespace};
-
-/// Makes any kernel behave like another, for tests: `single` as before 6.6, `filter` as before 6.10, `blind` as one whose
-/// page tables cannot be read.
-const PRETEND: &str = "CMT_PRETEND_KERNEL";
-
-/// The links that work here.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// One link a function: the only ones before Linux 6.6.
-    SingleSite,
-    /// Links with many sites whose process filter lets one thread through only, as from 6.6 to 6.9. So they fire for all
-    /// processes, and the programs pick.
-    ManySitesPicking,
-    /// Links with many sites.
-    ManySites,
-}
-
-impl Kind {
-    /// Asks the kernel for its version.
-    pub fn of_links(reach: Reach) -> Self {
-        let version = match std::env::var(PRETEND).as_deref() {
-            Ok("single") => (5, 15),
-            Ok("filter") => (6, 8),
-            _ => kernel_version(),
-        };
-        match reach {
-            _ if version < (6, 6) => Self::SingleSite,
-            Reach::All => Self::ManySites,
-            Reach::Chosen if version >= (6, 10) => Self::ManySites,
-            Reach::Chosen if in_first_pid_namespace() => Self::ManySitesPicking,
-            // The programs would not know the chosen ones by the ids that they have here.
-            Reach::Chosen => Self::SingleSite,
-        }
-    }
-}
-
-/// True where a test wants this kernel to be taken for one of that kind.
-pub(super) fn pretends(kind: &str) -> bool {
-    std::env::var(PRETEND).is_ok_and(|pretended| pretended == kind)
-}
-
-fn kernel_version() -> (u32, u32) {
-    let release = nix::sys::utsname::uname()
-        .map(|name| name.release().to_string_lossy().into_owned())
-        .unwrap_or_default();
-    let mut numbers = release
-        .split(|c: char| !c.is_ascii_digit())
-        .filter_map(|part| part.parse::<u32>().ok());
-    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
-}
-=======
 use super::programs::{OBJECT, PROGRAMS, system_error};
 use super::rights::{self, Deed};
 use super::{ProbeError, kernel};
->>>>>>> 1df695605b0aae9245a97cde67d8c5a912b724a9
 
 /// Loads the programs for single-site links: aya's own way.
 pub(super) fn single(ebpf: &mut Ebpf) -> Result<(), ProbeError> {

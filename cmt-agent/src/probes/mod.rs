@@ -4,16 +4,13 @@
 
 mod btf;
 mod cost;
-<<<<<<< HEAD
 mod first;
-mod kernel;
-=======
 pub(crate) mod kernel;
->>>>>>> 1df695605b0aae9245a97cde67d8c5a912b724a9
 pub(crate) mod library;
 mod link;
 mod load;
 mod maps;
+mod pages;
 mod programs;
 pub mod rights;
 
@@ -23,10 +20,10 @@ use std::io;
 use thiserror::Error;
 
 pub use cost::pair_ns;
-pub use kernel::learn;
 pub use library::{Library, Mapped};
 pub use link::{Links, Target, detach};
 pub use maps::{CopyStats, Events, Maps};
+pub use pages::learn;
 pub use programs::{Probes, Reach};
 
 /// Why probes could not be placed.
