@@ -1,8 +1,9 @@
 //! What `cmt trace` sees: every copy function, the kind and the make of host memory, and what a caller waits for.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
 
-use cmt_tests::{Rung, Trace, Victim, built, require};
+use cmt_tests::{Rung, Trace, Victim, built, cmt, cmt_command, require};
 use serde_json::Value;
 
 /// Traces a victim that is ready before its first copy; returns the report and the victim's own account.
@@ -259,5 +260,105 @@ fn a_report_says_what_attach_would_give_back() {
             "{gain}"
         );
         assert_eq!(gain["saved_s_per_minute"].is_number(), sure, "{gain}");
+    }
+}
+
+#[test]
+fn single_copies_are_the_same_that_are_counted() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let folder = tempfile::tempdir().expect("a folder");
+    let (perfetto, hgrm) = (
+        folder.path().join("copies.json"),
+        folder.path().join("copies.hgrm"),
+    );
+    let victim = Victim::start(
+        "victim-rt",
+        [
+            "--threads",
+            "4",
+            "--bytes",
+            "4K,64K",
+            "--calls",
+            "400",
+            "--hold",
+        ],
+    );
+    let pid = victim.pid;
+    let mut command = cmt_command(["trace", "--events", "--perfetto"]);
+    command
+        .arg(&perfetto)
+        .arg("--hgrm")
+        .arg(&hgrm)
+        .arg(pid.to_string());
+    let trace = Trace::spawn(command);
+    victim.signal(libc::SIGUSR1);
+    let account = victim.finish();
+    let (lines, said) = trace.finish_as_text();
+    assert!(said.contains("1600 copies written\n"), "{said}");
+
+    let counts = &account["functions"]["cudaMemcpy"];
+    let events: Vec<Value> = lines
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"))
+        .collect();
+    let own = number(&counts["calls"]);
+    assert_eq!(events.len() as u64, own);
+    let bytes: u64 = events.iter().map(|event| number(&event["bytes"])).sum();
+    assert_eq!(bytes, number(&counts["bytes"]));
+    let threads: BTreeSet<u64> = events.iter().map(|event| number(&event["tid"])).collect();
+    assert_eq!(threads.len(), 4);
+    for event in &events {
+        assert_eq!(
+            (&event["pid"], &event["function"]),
+            (&pid.into(), &"cudaMemcpy".into()),
+            "{event}"
+        );
+        assert_eq!(
+            (&event["memory"], &event["result"]),
+            (&"pageable".into(), &0.into()),
+            "{event}"
+        );
+        assert!(
+            number(&event["latency_ns"]) > 0 && number(&event["host"]) > 0,
+            "{event}"
+        );
+    }
+
+    let slices: Vec<Value> =
+        serde_json::from_str(&fs::read_to_string(&perfetto).expect("the file")).expect("JSON");
+    assert_eq!(
+        slices.iter().filter(|slice| slice["ph"] == "X").count() as u64,
+        own
+    );
+    for file in [
+        "copies.hgrm",
+        "copies.HtoD-pageable.hgrm",
+        "copies.DtoH-pageable.hgrm",
+    ] {
+        let text = fs::read_to_string(folder.path().join(file)).expect("the file");
+        let total = if file == "copies.hgrm" { own } else { own / 2 };
+        assert!(
+            text.contains(&format!("Total count    = {total:>12}")),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn what_cannot_be_written_is_refused_before_anything_is_traced() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let victim = Victim::start("victim-rt", ["--hold"]);
+    let pid = victim.pid.to_string();
+    for option in ["--perfetto", "--hgrm"] {
+        let finished = cmt(["trace", &pid, "--for", "30s", option, "/nonexistent/file"]);
+        let refused = finished.refusal();
+        assert!(
+            refused.contains("/nonexistent/file cannot be written; nothing was traced"),
+            "{refused}"
+        );
     }
 }
