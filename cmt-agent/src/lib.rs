@@ -15,6 +15,7 @@ pub mod link;
 pub mod pipe;
 pub mod probes;
 pub mod profile;
+pub mod serve;
 pub mod target;
 pub mod trace;
 pub mod wait;

@@ -102,6 +102,13 @@ impl Maps {
         let _ = self.copies.remove(&KeyPod(*key));
     }
 
+    /// Removes what was counted under `key`, and returns it as it was at the end.
+    pub fn take_copy(&mut self, key: &CopyKey) -> Option<CopyStat> {
+        let stat = self.copies.get(&KeyPod(*key), 0).ok()?;
+        self.forget(key);
+        Some(stat.0)
+    }
+
     /// Times that a pair of probes has fired so far.
     pub fn pairs(&self) -> Result<u64, ProbeError> {
         let each = self

@@ -12,7 +12,7 @@ use cmt_common::event::{CopyKey, MAX_TARGETS, phase};
 use procfs::process::Process as Proc;
 
 use super::memory::{self, Range};
-use super::snapshot::{Process, Snapshot};
+use super::snapshot::{Drained, Process, Snapshot};
 use super::{Targets, TraceError};
 use crate::cpus::Cpus;
 use crate::histogram::Stat;
@@ -191,20 +191,8 @@ impl Scanner {
         }
         // A class appears in the map an instant before its first call is counted.
         rows.retain(|_, stat| stat.calls > 0);
-        let mut processes: BTreeMap<u32, Process> = self
-            .processes
-            .iter()
-            .map(|(pid, watched)| (*pid, watched.process(self.named.is_some())))
-            .collect();
-        for key in rows.keys() {
-            if let Some(gone) = self.gone.get(&key.pid) {
-                processes.entry(key.pid).or_insert_with(|| gone.clone());
-            }
-            processes.entry(key.pid).or_insert_with(|| Process {
-                comm: probes.maps.comm(key.pid).unwrap_or_default(),
-                ..Process::default()
-            });
-        }
+        let mut processes = self.known();
+        self.name(&mut processes, rows.keys(), probes);
         let at = self.ended_at.unwrap_or_else(Instant::now);
         Ok(Snapshot {
             at,
@@ -215,6 +203,48 @@ impl Scanner {
             processes,
             warnings: self.warnings.clone(),
         })
+    }
+
+    /// What processes counted that have ended since the last drain, apart from what the others have counted since the
+    /// trace began. The former is forgotten here.
+    pub fn drain(&mut self, probes: &mut Probes) -> Result<Drained, TraceError> {
+        self.harvest(probes);
+        let ended = mem::take(&mut self.finished);
+        let mut whole = match self.snapshot(probes) {
+            Ok(whole) => whole,
+            Err(error) => {
+                self.finished = ended;
+                return Err(error);
+            }
+        };
+        self.name(&mut whole.processes, ended.keys(), probes);
+        self.gone.clear();
+        Ok(Drained { ended, live: whole })
+    }
+
+    /// The processes that are looked at.
+    fn known(&self) -> BTreeMap<u32, Process> {
+        self.processes
+            .iter()
+            .map(|(pid, watched)| (*pid, watched.process(self.named.is_some())))
+            .collect()
+    }
+
+    /// Adds those of `keys`, as far as anything is known of them.
+    fn name<'a>(
+        &self,
+        processes: &mut BTreeMap<u32, Process>,
+        keys: impl Iterator<Item = &'a CopyKey>,
+        probes: &Probes,
+    ) {
+        for pid in keys.map(|key| key.pid) {
+            processes.entry(pid).or_insert_with(|| {
+                self.gone.get(&pid).cloned().unwrap_or_else(|| Process {
+                    comm: probes.maps.comm(pid).unwrap_or_default(),
+                    ..Process::default()
+                })
+            });
+        }
     }
 
     fn look_at_all(&mut self, probes: &mut Probes) -> Result<(), TraceError> {
@@ -450,14 +480,21 @@ impl Scanner {
         let Ok(rows) = probes.maps.copies() else {
             return;
         };
-        for (key, stat) in rows {
-            if start_time(key.pid).is_none() {
+        let mut ended: HashMap<u32, bool> = HashMap::new();
+        for (key, _) in rows {
+            let ended = ended.entry(key.pid).or_insert_with(|| {
+                let ended = has_ended(key.pid);
+                if ended {
+                    probes.maps.forget_process(key.pid);
+                }
+                ended
+            });
+            // Its last calls may have come after `rows` was read.
+            if *ended && let Some(stat) = probes.maps.take_copy(&key) {
                 self.finished
                     .entry(key)
                     .or_default()
                     .merge(&Stat::from(&stat));
-                probes.maps.forget(&key);
-                probes.maps.forget_process(key.pid);
             }
         }
         probes.maps.drop_dead_calls();
@@ -555,6 +592,14 @@ fn has_memory(pid: u32) -> bool {
 fn start_time(pid: u32) -> Option<u64> {
     let stat = Proc::new(pid as i32).ok()?.stat().ok()?;
     (!matches!(stat.state, 'Z' | 'X')).then_some(stat.starttime)
+}
+
+/// True once no thread of a process runs any more. One whose first thread alone has ended looks like a zombie.
+fn has_ended(pid: u32) -> bool {
+    match Proc::new(pid as i32).and_then(|process| process.stat()) {
+        Ok(stat) => matches!(stat.state, 'Z' | 'X') && stat.num_threads <= 1,
+        Err(error) => matches!(error, procfs::ProcError::NotFound(_)),
+    }
 }
 
 fn comm(pid: u32) -> Option<String> {
