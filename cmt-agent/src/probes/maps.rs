@@ -96,6 +96,13 @@ impl Maps {
         Ok(found)
     }
 
+    /// What there are counts of.
+    pub fn copy_keys(&self) -> Result<Vec<CopyKey>, ProbeError> {
+        let keys = self.copies.keys().map(|key| Ok(key?.0));
+        keys.collect::<Result<_, MapError>>()
+            .map_err(|error| map_error("COPIES", error))
+    }
+
     /// Removes what was counted under `key`.
     pub fn forget(&mut self, key: &CopyKey) {
         // It may have gone already; there is nothing else to do then.

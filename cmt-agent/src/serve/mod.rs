@@ -35,7 +35,7 @@ const GRACE: Duration = Duration::from_millis(300);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Threads that answer, and threads that read the kernel's maps for them.
 const ANSWERING: usize = 2;
-const READING: usize = 4;
+const READING: usize = 2;
 
 /// What is shared by those who answer and those who count.
 type Shared = Arc<Mutex<Option<Node>>>;

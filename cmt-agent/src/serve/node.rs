@@ -19,7 +19,7 @@ use crate::trace::{Drained, Process, Targets, TraceError, Tracer};
 
 /// What could be gained is estimated from so long a time, or from so many classes, whatever comes first.
 const ESTIMATE_EVERY: Duration = Duration::from_secs(10);
-const MOST_ESTIMATED: usize = 2048;
+const MOST_ESTIMATED: usize = 1024;
 
 /// A running trace of all processes. Dropping it takes the probes away.
 pub struct Node {
@@ -65,17 +65,16 @@ impl Node {
         let mut totals = lock(&totals);
         totals.raise(&live.lost, live.probe_pairs);
         let mut added = mem::take(&mut self.added);
-        for (key, stat) in &ended {
-            let before = added.remove(key);
-            self.add(&mut totals, key, stat, before.as_ref(), &live.processes);
+        for (key, stat) in ended {
+            let before = added.remove(&key);
+            self.add(&mut totals, &key, &stat, before.as_ref(), &live.processes);
+            self.close_interval(&mut totals);
         }
         for (key, stat) in &live.rows {
             self.add(&mut totals, key, stat, added.get(key), &live.processes);
         }
         self.added = live.rows;
-        if self.interval.is_over() {
-            mem::replace(&mut self.interval, Interval::begin()).estimate(&mut totals);
-        }
+        self.close_interval(&mut totals);
         self.traced = live
             .processes
             .iter()
@@ -88,6 +87,12 @@ impl Node {
         }
         self.warned = live.warnings.len();
         Ok(())
+    }
+
+    fn close_interval(&mut self, totals: &mut Totals) {
+        if self.interval.is_over() {
+            mem::replace(&mut self.interval, Interval::begin()).estimate(totals);
+        }
     }
 
     /// The processes that may be attached.

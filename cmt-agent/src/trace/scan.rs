@@ -477,11 +477,11 @@ impl Scanner {
 
     /// Moves the counts of processes that have ended out of the kernel's map, whose room is bounded.
     fn harvest(&mut self, probes: &mut Probes) {
-        let Ok(rows) = probes.maps.copies() else {
+        let Ok(keys) = probes.maps.copy_keys() else {
             return;
         };
         let mut ended: HashMap<u32, bool> = HashMap::new();
-        for (key, _) in rows {
+        for key in keys {
             let ended = ended.entry(key.pid).or_insert_with(|| {
                 let ended = has_ended(key.pid);
                 if ended {
@@ -489,7 +489,7 @@ impl Scanner {
                 }
                 ended
             });
-            // Its last calls may have come after `rows` was read.
+            // Read only now: its last calls may have come just before its end.
             if *ended && let Some(stat) = probes.maps.take_copy(&key) {
                 self.finished
                     .entry(key)
