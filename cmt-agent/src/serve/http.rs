@@ -7,10 +7,13 @@ use axum::Router;
 use axum::extract::State;
 use axum::http::header::{ACCEPT, CONTENT_TYPE};
 use axum::http::{HeaderMap, StatusCode};
+use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use prometheus_client::encoding::{prometheus_protobuf, prometheus_text, text};
 use prometheus_client::registry::Registry;
+
+use super::password::{self, Users};
 
 /// What the pages are made of.
 pub struct Pages {
@@ -24,10 +27,14 @@ pub struct Pages {
     pub healthy: AtomicBool,
 }
 
-/// The pages: `/metrics`, `/healthz`, `/readyz`. Others do not exist.
-pub fn router(pages: Arc<Pages>) -> Router {
+/// The pages: `/metrics`, for `users` only where there are any, and for all `/healthz` and `/readyz`. Others do not exist.
+pub fn router(pages: Arc<Pages>, users: Users) -> Router {
+    let metrics = match users.are_named() {
+        true => get(metrics).layer(from_fn_with_state(Arc::new(users), password::check)),
+        false => get(metrics),
+    };
     Router::new()
-        .route("/metrics", get(metrics))
+        .route("/metrics", metrics)
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
         .with_state(pages)

@@ -6,7 +6,9 @@ pub mod buckets;
 mod exposition;
 mod http;
 mod node;
+mod password;
 pub mod totals;
+pub mod web_config;
 pub mod workloads;
 
 use std::net::TcpListener;
@@ -17,13 +19,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use axum_server::Handle;
+use axum_server::tls_rustls::RustlsConfig;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 
 use self::http::Pages;
 use self::node::Node;
+use self::password::Users;
 use self::totals::Totals;
+use self::web_config::{Tls, WebConfig};
 
 /// How often counts leave the kernel's map, whose room is bounded.
 const TURN_EVERY: Duration = Duration::from_secs(1);
@@ -41,7 +46,7 @@ const READING: usize = 2;
 type Shared = Arc<Mutex<Option<Node>>>;
 
 /// Traces all processes and answers on `listener` until a signal ends it.
-pub fn run(listener: TcpListener, most_workloads: usize) -> anyhow::Result<()> {
+pub fn run(listener: TcpListener, web: WebConfig, most_workloads: usize) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(ANSWERING)
         .max_blocking_threads(READING)
@@ -50,7 +55,7 @@ pub fn run(listener: TcpListener, most_workloads: usize) -> anyhow::Result<()> {
         .context("starting the runtime that answers")?;
     let totals = Arc::new(Mutex::new(Totals::new(most_workloads)));
     let node: Shared = Arc::default();
-    let result = runtime.block_on(serve(listener, totals, Arc::clone(&node)));
+    let result = runtime.block_on(serve(listener, web, totals, Arc::clone(&node)));
     runtime.shutdown_timeout(GRACE);
     // Takes the probes away.
     drop(take(&node));
@@ -59,6 +64,7 @@ pub fn run(listener: TcpListener, most_workloads: usize) -> anyhow::Result<()> {
 
 async fn serve(
     listener: TcpListener,
+    web: WebConfig,
     totals: Arc<Mutex<Totals>>,
     node: Shared,
 ) -> anyhow::Result<()> {
@@ -76,14 +82,32 @@ async fn serve(
     listener
         .set_nonblocking(true)
         .context("preparing the listener")?;
-    let server = axum_server::from_tcp(listener)
-        .context("serving")?
-        .http1_only()
-        .first_request_timeout(REQUEST_TIMEOUT)
-        .handle(handle.clone())
-        .serve(http::router(Arc::clone(&pages)).into_make_service());
-    let mut server = tokio::spawn(server);
-    eprintln!("listening on http://{address}");
+    let router = http::router(Arc::clone(&pages), Users::new(web.users)).into_make_service();
+    let certificate = match web.tls {
+        Some(files) => Some(Certificate::load(files).await?),
+        None => None,
+    };
+    let mut server = match &certificate {
+        Some(certificate) => {
+            let server = axum_server::from_tcp_rustls(listener, certificate.config.clone());
+            // HTTP 2, too: it offers that in the handshake.
+            let server = server.context("serving")?;
+            let server = server.first_request_timeout(REQUEST_TIMEOUT);
+            tokio::spawn(server.handle(handle.clone()).serve(router))
+        }
+        None => {
+            let server = axum_server::from_tcp(listener);
+            let server = server.context("serving")?.http1_only();
+            let server = server.first_request_timeout(REQUEST_TIMEOUT);
+            tokio::spawn(server.handle(handle.clone()).serve(router))
+        }
+    };
+    let scheme = if certificate.is_some() {
+        "https"
+    } else {
+        "http"
+    };
+    eprintln!("listening on {scheme}://{address}");
     let counting = async {
         let started = start(Arc::clone(&totals)).await?;
         let attached = node::attached(&started.traced());
@@ -91,7 +115,7 @@ async fn serve(
         put(&node, started);
         pages.ready.store(true, Ordering::Release);
         log::info!("probes are in place");
-        count(&node, &totals, &pages).await
+        count(&node, &totals, &pages, certificate.as_ref()).await
     };
     tokio::select! {
         result = counting => result?,
@@ -112,7 +136,12 @@ async fn start(totals: Arc<Mutex<Totals>>) -> anyhow::Result<Node> {
 }
 
 /// Counts for ever.
-async fn count(node: &Shared, totals: &Arc<Mutex<Totals>>, pages: &Pages) -> anyhow::Result<()> {
+async fn count(
+    node: &Shared,
+    totals: &Arc<Mutex<Totals>>,
+    pages: &Pages,
+    certificate: Option<&Certificate>,
+) -> anyhow::Result<()> {
     let mut looked = Instant::now();
     loop {
         tokio::time::sleep(TURN_EVERY).await;
@@ -133,6 +162,34 @@ async fn count(node: &Shared, totals: &Arc<Mutex<Totals>>, pages: &Pages) -> any
             })
             .await?;
             node::lock(totals).attached = attached;
+            if let Some(certificate) = certificate {
+                certificate.renew().await;
+            }
+        }
+    }
+}
+
+/// What we show that we are who we are.
+struct Certificate {
+    files: Tls,
+    config: RustlsConfig,
+}
+
+impl Certificate {
+    async fn load(files: Tls) -> anyhow::Result<Self> {
+        let config = RustlsConfig::from_pem_file(&files.cert_file, &files.key_file).await;
+        let config = config.with_context(|| {
+            let (cert, key) = (files.cert_file.display(), files.key_file.display());
+            format!("cannot use certificate {cert} with key {key}; nothing was traced")
+        })?;
+        Ok(Self { files, config })
+    }
+
+    /// Takes over what the files hold now. While they do not fit each other, what they held before goes on.
+    async fn renew(&self) {
+        let (cert, key) = (&self.files.cert_file, &self.files.key_file);
+        if let Err(error) = self.config.reload_from_pem_file(cert, key).await {
+            log::warn!("the certificate stays as it was: {error}");
         }
     }
 }

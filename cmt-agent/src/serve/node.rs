@@ -64,17 +64,16 @@ impl Node {
         let totals = Arc::clone(&self.totals);
         let mut totals = lock(&totals);
         totals.raise(&live.lost, live.probe_pairs);
-        let mut added = mem::take(&mut self.added);
         for (key, stat) in ended {
-            let before = added.remove(&key);
+            let before = self.added.remove(&key);
             self.add(&mut totals, &key, &stat, before.as_ref(), &live.processes);
-            self.close_interval(&mut totals);
         }
-        for (key, stat) in &live.rows {
-            self.add(&mut totals, key, stat, added.get(key), &live.processes);
+        for (key, stat) in live.rows {
+            let before = self.added.remove(&key);
+            self.add(&mut totals, &key, &stat, before.as_ref(), &live.processes);
+            self.added.insert(key, stat);
         }
-        self.added = live.rows;
-        self.close_interval(&mut totals);
+        self.interval.close_if_over(&mut totals);
         self.traced = live
             .processes
             .iter()
@@ -87,12 +86,6 @@ impl Node {
         }
         self.warned = live.warnings.len();
         Ok(())
-    }
-
-    fn close_interval(&mut self, totals: &mut Totals) {
-        if self.interval.is_over() {
-            mem::replace(&mut self.interval, Interval::begin()).estimate(totals);
-        }
     }
 
     /// The processes that may be attached.
@@ -124,6 +117,7 @@ impl Node {
         *threads = process.threads.max(*threads);
         totals.add(key, workload, &grown);
         self.interval.rows.entry(*key).or_default().merge(&grown);
+        self.interval.close_if_over(totals);
     }
 }
 
@@ -136,8 +130,10 @@ impl Interval {
         }
     }
 
-    fn is_over(&self) -> bool {
-        self.begun.elapsed() >= ESTIMATE_EVERY || self.rows.len() >= MOST_ESTIMATED
+    fn close_if_over(&mut self, totals: &mut Totals) {
+        if self.begun.elapsed() >= ESTIMATE_EVERY || self.rows.len() >= MOST_ESTIMATED {
+            mem::replace(self, Self::begin()).estimate(totals);
+        }
     }
 
     /// Adds what attach would have given back. What cannot be estimated adds nothing.

@@ -139,7 +139,7 @@ impl Totals {
         let counts = self.flow(flow);
         counts.calls += grown.calls;
         counts.errors += grown.errors;
-        counts.bytes += grown.bytes;
+        counts.bytes = counts.bytes.saturating_add(grown.bytes);
         counts.total_ns += grown.total_ns;
         counts.wait_ns += grown.wait_ns;
         let function = COPY_FNS
@@ -272,6 +272,16 @@ mod tests {
         assert_eq!(latencies, calls);
         assert_eq!(totals.functions.values().sum::<u64>(), calls);
         assert_eq!(totals.recoverable_s.values().sum::<f64>(), 5000.0);
+    }
+
+    #[test]
+    fn absurd_sizes_are_no_overflow() {
+        let mut totals = Totals::new(1);
+        for bytes in [u64::MAX, 1, u64::MAX] {
+            totals.add(&key(1, 1, 0, bytes), "comm/liar", &stat(bytes));
+        }
+        let counts = totals.flows.values().next().expect("a flow");
+        assert_eq!((counts.calls, counts.bytes), (3, u64::MAX));
     }
 
     #[test]
