@@ -3,16 +3,19 @@
 #![expect(unsafe_code, reason = "sends signals")]
 
 use std::collections::BTreeMap;
+use std::fs;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::os::unix::fs::symlink;
-use std::process::{Child, ChildStderr, ExitStatus, Stdio};
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cmt_tests::{Rung, Trace, Victim, attach, built, cmt, cmt_command, detach, require};
+use cmt_tests::{
+    Rung, Trace, Victim, attach, built, cmt, cmt_command, detach, require, require_packages,
+};
 use prometheus_client::encoding::prometheus_protobuf::prometheus_data_model::MetricFamily;
 use prost::Message as _;
 use serde_json::Value;
@@ -35,6 +38,19 @@ struct Serve {
 impl Serve {
     #[track_caller]
     fn start(env: &[(&str, &str)], args: &[&str]) -> Self {
+        let mut serve = Self::start_unready(env, args);
+        let address = serve
+            .address
+            .strip_prefix("http://")
+            .expect("plain")
+            .to_owned();
+        serve.address = address;
+        until("it is ready", || serve.get("/readyz", "").0 == 200);
+        serve
+    }
+
+    #[track_caller]
+    fn start_unready(env: &[(&str, &str)], args: &[&str]) -> Self {
         let mut command = cmt_command(["serve", "--listen", "127.0.0.1:0"]);
         let mut child = command
             .args(args)
@@ -46,15 +62,13 @@ impl Serve {
         let mut stderr = BufReader::new(child.stderr.take().expect("piped"));
         let mut line = String::new();
         stderr.read_line(&mut line).expect("read what cmt says");
-        let address = line.trim().strip_prefix("listening on http://");
+        let address = line.trim().strip_prefix("listening on ");
         let address = address.unwrap_or_else(|| panic!("{line}")).to_owned();
-        let serve = Self {
+        Self {
             child,
             stderr,
             address,
-        };
-        until("it is ready", || serve.get("/readyz", "").0 == 200);
-        serve
+        }
     }
 
     /// Status, header and body.
@@ -82,18 +96,6 @@ impl Serve {
     #[track_caller]
     fn scrape(&self) -> Samples {
         let (status, header, body) = self.get("/metrics", "text/plain");
-        if status != 200 {
-            unsafe { libc::kill(self.child.id() as i32, 15) };
-            std::io::copy(
-                &mut std::fs::File::open(format!(
-                    "/proc/self/fd/{}",
-                    std::os::fd::AsRawFd::as_raw_fd(self.stderr.get_ref())
-                ))
-                .unwrap(),
-                &mut std::io::stderr(),
-            )
-            .unwrap();
-        }
         assert_eq!(status, 200, "{header}");
         Samples::of(&String::from_utf8(body).expect("text"))
     }
@@ -182,7 +184,7 @@ impl Named {
     }
 
     fn start(&self, args: &[&str]) -> Victim {
-        let mut command = std::process::Command::new(self.folder.path().join(&self.name));
+        let mut command = Command::new(self.folder.path().join(&self.name));
         command
             .args(args)
             .env("LD_LIBRARY_PATH", &built().folder)
@@ -501,4 +503,160 @@ fn a_port_in_use_is_an_error() {
         "{sentence}"
     );
     assert_eq!(cmt(["serve", "--listen", "nowhere"]).code, Some(2));
+}
+
+/// Certificate, key and web config in a folder of their own.
+fn web_config() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    let made = Command::new("openssl")
+        .args([
+            "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1",
+        ])
+        .args(["-subj", "/CN=cmt", "-addext", "subjectAltName=IP:127.0.0.1"])
+        .args(["-keyout", "key.pem", "-out", "cert.pem"])
+        .current_dir(folder.path())
+        .output()
+        .expect("run openssl");
+    assert!(made.status.success(), "{made:?}");
+    // Of "open sesame".
+    let hash = "$2b$04$abcdefghijklmnopqrstuu/LVz6MZlItEy42I2juLihZ66HnQx/cy";
+    let config = format!(
+        "tls_server_config:\n  cert_file: cert.pem\n  key_file: key.pem\nbasic_auth_users:\n  alice: {hash}\n"
+    );
+    fs::write(folder.path().join("web.yml"), config).expect("write");
+    folder
+}
+
+#[test]
+fn a_web_config_encrypts_and_asks_for_a_password() {
+    let packages = [("openssl", "openssl"), ("curl", "curl")];
+    let Some(_turn) = require_packages(Rung::StandIn, &packages) else {
+        return;
+    };
+    let _shared = shared();
+    let folder = web_config();
+    let config = folder.path().join("web.yml");
+    let serve = Serve::start_unready(&[], &["--web-config", config.to_str().expect("text")]);
+    let address = serve.address.strip_prefix("https://").expect("encrypted");
+    let ask = |url: String, args: &[&str]| {
+        let asked = Command::new("curl")
+            .args([
+                "-s",
+                "-m",
+                "20",
+                "-o",
+                "/dev/null",
+                "-w",
+                "%{http_code}",
+                "--cacert",
+            ])
+            .arg(folder.path().join("cert.pem"))
+            .args(args)
+            .arg(url)
+            .output()
+            .expect("run curl");
+        String::from_utf8(asked.stdout).expect("text")
+    };
+    until("it is ready", || {
+        ask(format!("https://{address}/readyz"), &[]) == "200"
+    });
+    for (args, code) in [
+        (&["-u", "alice:open sesame"][..], "200"),
+        (&["-u", "alice:open sesame", "--http1.1"], "200"),
+        (&[], "401"),
+        (&["-u", "alice:sesame"], "401"),
+        (&["-u", "bob:open sesame"], "401"),
+    ] {
+        assert_eq!(
+            ask(format!("https://{address}/metrics"), args),
+            code,
+            "{args:?}"
+        );
+    }
+    let plain = ask(
+        format!("http://{address}/metrics"),
+        &["-u", "alice:open sesame"],
+    );
+    assert_eq!(plain, "000", "without encryption");
+}
+
+#[test]
+fn what_cannot_work_is_an_error_before_anything_is_touched() {
+    let Some(_turn) = require_packages(Rung::StandIn, &[("openssl", "openssl")]) else {
+        return;
+    };
+    let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
+    let mut victim = Victim::start("victim-drv", ["--bytes", "64K", "--pause-ms", "1"]);
+    let before = victim.footprint();
+    let folder = web_config();
+    let path = folder.path().join("web.yml");
+    let path = path.to_str().expect("text");
+    let cert_only = "tls_server_config: {cert_file: cert.pem, key_file: missing.pem}";
+    let unlike = "tls_server_config: {cert_file: cert.pem, key_file: cert.pem}";
+    for (config, word) in [
+        ("tls_server_config: 3", "no web config"),
+        ("basic_auth_user: {alice: x}", "basic_auth_user"),
+        ("basic_auth_users: {alice: sesame}", "alice"),
+        (cert_only, "missing.pem"),
+        (unlike, "key"),
+    ] {
+        fs::write(path, config).expect("write");
+        let refused = cmt(["serve", "--listen", "127.0.0.1:0", "--web-config", path]);
+        assert!(refused.refusal().contains(word), "{refused:?}");
+    }
+    let refused = cmt(["serve", "--web-config", "/nowhere/web.yml"]);
+    assert!(
+        refused.refusal().contains("/nowhere/web.yml"),
+        "{refused:?}"
+    );
+    let mut powerless = Command::new("setpriv");
+    powerless
+        .args([
+            "--bounding-set=-all",
+            "--inh-caps=-all",
+            "--ambient-caps=-all",
+        ])
+        .arg(cmt_command([""; 0]).get_program())
+        .args(["serve", "--listen", "127.0.0.1:0"]);
+    let refused = powerless.output().expect("run setpriv");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.contains("CAP_"), "{said}");
+    victim.assert_untouched(&before);
+}
+
+#[test]
+fn libraries_that_came_and_went_leave_no_descriptors() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let _shared = shared();
+    let serve = Serve::start(&[], &[]);
+    let crowd = |count: usize| {
+        for _ in 0..count {
+            // A library of its own, as in a container of its own.
+            let folder = tempfile::tempdir().expect("a folder");
+            let library = folder.path().join("libevery.so");
+            fs::copy(built().folder.join("libevery.so"), library).expect("copy");
+            let mut command = Command::new(built().victim("victim-crowd"));
+            command.arg("1").env("LD_LIBRARY_PATH", folder.path());
+            let victim = Victim::spawn(command);
+            until("it is traced", || victim_is_traced(&victim));
+            victim.signal(libc::SIGUSR1);
+            victim.finish();
+        }
+        // It sweeps every other second.
+        thread::sleep(Duration::from_secs(3));
+        serve.scrape().sum("process_open_fds", &[])
+    };
+    let few = crowd(34);
+    let many = crowd(12);
+    assert!(many <= few + 8.0, "{few} descriptors, then {many}");
+}
+
+/// Whether a breakpoint is in its library: its code then is no part of the file.
+fn victim_is_traced(victim: &Victim) -> bool {
+    let code = victim.code("libevery.so");
+    let file = fs::read(built().folder.join("libevery.so")).expect("read");
+    !file.windows(code.len()).any(|part| part == code)
 }

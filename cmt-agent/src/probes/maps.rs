@@ -4,6 +4,7 @@
     reason = "map keys and values are passed to the kernel as bytes"
 )]
 
+use std::collections::HashSet;
 use std::path::Path;
 
 use aya::maps::{
@@ -298,18 +299,35 @@ impl Maps {
 
     /// Forgets all ranges of a process.
     pub fn forget_process(&mut self, pid: u32) {
-        // Most processes are not in it.
-        let _ = self.earlier.remove(&pid);
-        let starts: Vec<u64> = self
+        self.forget_processes(&[pid].into());
+    }
+
+    /// The same for several.
+    pub fn forget_processes(&mut self, pids: &HashSet<u32>) {
+        if pids.is_empty() {
+            return;
+        }
+        for pid in pids {
+            // Most processes are not in it.
+            let _ = self.earlier.remove(pid);
+        }
+        let starts: Vec<(u32, u64)> = self
             .ranges
             .keys()
             .filter_map(Result::ok)
-            .filter(|key| key.0.pid == pid)
-            .map(|key| key.0.start)
+            .map(|key| (key.0.pid, key.0.start))
+            .filter(|(pid, _)| pids.contains(pid))
             .collect();
-        for start in starts {
+        for (pid, start) in starts {
             self.forget_range(pid, start);
         }
+    }
+
+    /// Processes of which something is known that they might have left behind.
+    pub fn owners(&self) -> HashSet<u32> {
+        let earlier = self.earlier.keys().filter_map(Result::ok);
+        let ranges = self.ranges.keys().filter_map(Result::ok);
+        earlier.chain(ranges.map(|key| key.0.pid)).collect()
     }
 }
 

@@ -10,6 +10,7 @@ pub mod perfetto;
 pub mod record;
 pub mod report;
 mod scan;
+mod shared;
 mod snapshot;
 mod summary;
 pub mod table;

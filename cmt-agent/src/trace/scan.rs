@@ -12,13 +12,14 @@ use cmt_common::event::{CopyKey, MAX_TARGETS, phase};
 use procfs::process::Process as Proc;
 
 use super::memory::{self, Range};
+use super::shared::Shared;
 use super::snapshot::{Drained, Process, Snapshot};
 use super::{Targets, TraceError};
 use crate::cpus::Cpus;
 use crate::histogram::Stat;
 use crate::probes::rights::Deed;
 use crate::probes::{
-    Library, Links, Mapped, ProbeError, Probes, Target, in_first_pid_namespace, rights,
+    self, Library, Links, Mapped, ProbeError, Probes, Target, in_first_pid_namespace, rights,
 };
 use crate::target::maps::{self, FileId, Mapping};
 use crate::target::text;
@@ -45,7 +46,7 @@ pub(super) struct Scanner {
     /// Mapped files that were read already.
     files: HashMap<(FileId, PathBuf), Option<Arc<Library>>>,
     /// Probes that fire for all processes, by file.
-    shared: HashMap<FileId, Links>,
+    shared: Shared,
     /// Counts of processes that have ended.
     finished: BTreeMap<CopyKey, Stat>,
     /// Those processes.
@@ -111,7 +112,7 @@ impl Scanner {
             named,
             processes,
             files: HashMap::new(),
-            shared: HashMap::new(),
+            shared: Shared::default(),
             finished: BTreeMap::new(),
             gone: BTreeMap::new(),
             warnings: Vec::new(),
@@ -160,6 +161,7 @@ impl Scanner {
         }
         if self.named.is_none() && self.scans.is_multiple_of(HARVEST_EVERY) {
             self.harvest(probes);
+            self.sweep(probes);
         }
     }
 
@@ -174,7 +176,7 @@ impl Scanner {
         if let Err(error) = probes.maps.enter_phase(phase::ENDING) {
             self.warn(error.to_string());
         }
-        let shared = mem::take(&mut self.shared).into_values();
+        let shared = self.shared.take();
         let own = self
             .processes
             .values_mut()
@@ -390,7 +392,7 @@ impl Scanner {
         // The same file may be open to us only through this process.
         let library = library.through(mapped);
         let shared = self.named.is_none();
-        let unseen = !(shared && self.shared.contains_key(&mapped.id));
+        let unseen = !(shared && self.shared.has(mapped.id));
         if self.blind.is_some() && (unseen || self.scans == 0) {
             probes.maps.mark_earlier(pid)?;
         }
@@ -398,7 +400,7 @@ impl Scanner {
             let target = (!shared).then_some(watched.target);
             match probes.attach(&library, target) {
                 Ok(links) if shared => {
-                    self.shared.insert(mapped.id, links);
+                    self.shared.insert(mapped.id, links, self.scans);
                 }
                 Ok(links) => watched.links.push(links),
                 // The process has just ended, or unmapped the file.
@@ -482,22 +484,34 @@ impl Scanner {
         };
         let mut ended: HashMap<u32, bool> = HashMap::new();
         for key in keys {
-            let ended = ended.entry(key.pid).or_insert_with(|| {
-                let ended = has_ended(key.pid);
-                if ended {
-                    probes.maps.forget_process(key.pid);
-                }
-                ended
-            });
             // Read only now: its last calls may have come just before its end.
-            if *ended && let Some(stat) = probes.maps.take_copy(&key) {
+            if *ended.entry(key.pid).or_insert_with(|| has_ended(key.pid))
+                && let Some(stat) = probes.maps.take_copy(&key)
+            {
                 self.finished
                     .entry(key)
                     .or_default()
                     .merge(&Stat::from(&stat));
             }
         }
+    }
+
+    /// Makes room that is held for processes that have ended, and for libraries that nobody maps any more.
+    fn sweep(&mut self, probes: &mut Probes) {
+        let mut owners = probes.maps.owners();
+        owners.retain(|pid| has_ended(*pid));
+        probes.maps.forget_processes(&owners);
         probes.maps.drop_dead_calls();
+        let in_use: HashSet<FileId> = self
+            .processes
+            .values()
+            .flat_map(|watched| watched.libraries.keys().copied())
+            .collect();
+        let unused = self.shared.take_unused(&in_use, self.scans);
+        // Another file may get the same number.
+        self.files
+            .retain(|(id, _), _| unused.iter().all(|(unused, _)| unused != id));
+        probes::detach(unused.into_iter().map(|(_, links)| links));
         if self.files.len() > MOST_FILES {
             self.files.clear();
         }
