@@ -5,8 +5,11 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 
-use nix::unistd::Uid;
+use nix::errno::Errno;
+use nix::sys::signal::kill;
+use nix::unistd::{Pid, Uid};
 
 use super::kernel;
 use crate::target::text;
@@ -257,6 +260,15 @@ pub fn may(deed: Deed) -> bool {
 pub fn is_own(pid: u32) -> bool {
     fs::metadata(format!("/proc/{pid}"))
         .is_ok_and(|folder| folder.uid() == Uid::effective().as_raw())
+}
+
+/// Whether there is such a process, though `/proc` does not show it (hidepid): then CAP_SYS_PTRACE is missing.
+pub fn is_hidden(pid: u32) -> bool {
+    let there = || match i32::try_from(pid) {
+        Ok(pid) if pid > 0 => kill(Pid::from_raw(pid), None) != Err(Errno::ESRCH),
+        _ => false,
+    };
+    there() && !Path::new(&format!("/proc/{pid}")).exists() && there()
 }
 
 /// Whether this process may look into `pid` as a debugger that only reads: for its maps alone newer kernels ask for less.
