@@ -49,7 +49,7 @@ fn to_an_own_process() {
 }
 
 #[test]
-fn to_another_users_process() {
+fn to_another_users_process_or_one_that_is_not_dumpable() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
@@ -57,7 +57,9 @@ fn to_another_users_process() {
     let place = Place::new();
     let patching: &[&str] = &["checkpoint_restore", "sys_ptrace", "dac_override"];
     let looking: &[&str] = &["checkpoint_restore", "sys_ptrace", "dac_read_search"];
-    attaches_with(&place, place.victim(OTHER), [patching, patching, looking]);
+    for victim in [place.victim(OTHER), Victim::spawn(place.undumpable(USER))] {
+        attaches_with(&place, victim, [patching, patching, looking]);
+    }
 }
 
 #[test]
@@ -102,8 +104,7 @@ fn status_of_all_says_what_it_may_not_see() {
         let status = run(place.cmt(&others, &["status", "--json"]));
         assert!(!has_process(&status.json(), victim.pid), "{status:#?}");
         let name = lacking.to_uppercase();
-        let said =
-            format!("may not be inspected, so they may be attached too: CAP_{name} missing;");
+        let said = format!("may not be inspected, and may be attached too: CAP_{name} missing;");
         assert!(status.stderr.contains(&said), "{}", status.stderr);
     }
     detach(&victim);

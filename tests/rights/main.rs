@@ -164,6 +164,11 @@ fn in_the_targets_own_container_less_is_needed() {
     for args in [&attach[..], &["status", "1"], &["detach", "1"]] {
         let finished = run(cmt(&victim, ",+checkpoint_restore", args));
         assert_eq!(finished.code, Some(0), "{finished:#?}");
+        if args[0] == "attach" {
+            let blind = run(cmt(&victim, "", &["status"]));
+            let said = "cmt: 1 of the processes may not be inspected";
+            assert!(blind.stderr.starts_with(said), "{blind:#?}");
+        }
     }
 }
 

@@ -30,7 +30,7 @@ impl Place {
         };
         open_to_all(place.folder.path());
         place.put(Path::new(cmt_command([""; 0]).get_program()), "cmt");
-        for file in ["victim-drv", LIBRARY] {
+        for file in ["victim-drv", "libconfine.so", LIBRARY] {
             place.put(&built().folder.join(file), file);
         }
         place
@@ -50,6 +50,14 @@ impl Place {
         let mut command = as_user(user, before);
         command.arg(self.path("victim-drv")).args(BYTES);
         command.env("LD_LIBRARY_PATH", libraries);
+        command
+    }
+
+    /// A victim that allows nobody to look into it, though it is this user's.
+    pub fn undumpable(&self, user: u32) -> Command {
+        let mut command = self.command(user, &[], self.folder.path());
+        command.env("LD_PRELOAD", self.path("libconfine.so"));
+        command.env("CONFINE", "undumpable");
         command
     }
 

@@ -5,7 +5,7 @@ use std::os::unix::fs::{PermissionsExt, chown};
 
 use cmt_tests::{Rung, Victim, built, require};
 
-use crate::place::{LIBRARY, OTHER, Place, ROOT, USER, held};
+use crate::place::{LIBRARY, OTHER, Place, ROOT, USER, held, open_to_all};
 use crate::{alone, with_others};
 
 #[test]
@@ -17,6 +17,9 @@ fn of_an_own_process() {
     let place = Place::new();
     let victim = Victim::spawn(held(place.command(USER, &[], place.folder.path())));
     place.traces_with(victim, &["bpf", "perfmon"], "it");
+
+    let victim = Victim::spawn(held(place.undumpable(USER)));
+    place.traces_with(victim, &["bpf", "perfmon", "sys_ptrace"], "it");
 }
 
 #[test]
@@ -70,6 +73,13 @@ fn where_the_library_is_hard_to_open() {
     fs::remove_dir_all(&private).expect("delete it");
     let deleted = [&closed[..], &["checkpoint_restore"]].concat();
     place.traces_with(victim, &deleted, "it");
+
+    fs::create_dir(&private).expect("a folder");
+    place.put(&built().folder.join(LIBRARY), &format!("private/{LIBRARY}"));
+    open_to_all(&private);
+    let victim = Victim::spawn(held(place.command(USER, &[], &private)));
+    fs::remove_dir_all(&private).expect("delete it");
+    place.traces_with(victim, &["bpf", "perfmon", "checkpoint_restore"], "it");
 }
 
 #[test]

@@ -256,10 +256,11 @@ pub fn may(deed: Deed) -> bool {
     ours.first_user_namespace && deed.needs().iter().all(|one| ours.holds(*one))
 }
 
-/// Whether files in `/proc/PID` are this user's: not of a process that is another user's or not dumpable.
+/// Whether files in `/proc/PID` are this user's: not of a process that is another user's or not dumpable. (The folder itself
+/// is so in the latter case too.)
 pub fn is_own(pid: u32) -> bool {
-    fs::metadata(format!("/proc/{pid}"))
-        .is_ok_and(|folder| folder.uid() == Uid::effective().as_raw())
+    fs::metadata(format!("/proc/{pid}/mem"))
+        .is_ok_and(|file| file.uid() == Uid::effective().as_raw())
 }
 
 /// Whether there is such a process, though `/proc` does not show it (hidepid): then CAP_SYS_PTRACE is missing.
