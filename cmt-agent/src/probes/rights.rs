@@ -215,8 +215,7 @@ impl Standing {
     /// What gives a process like this one the capabilities that it misses, and those that will be missed next.
     pub fn grant(&self, missing: &[Capability], brings: &[Capability]) -> String {
         if missing.iter().any(|one| !one.is_in(self.bounding)) {
-            let names: Vec<&str> = missing
-                .iter()
+            let names: Vec<&str> = narrowest(|one| missing.contains(&one))
                 .map(|one| one.name().trim_start_matches("CAP_"))
                 .collect();
             return format!(
@@ -229,20 +228,30 @@ impl Standing {
             return "no_new_privs is set here, so neither sudo nor setcap helps: run it as root from elsewhere".into();
         }
         // It replaces what the file had.
-        let names: Vec<String> = ALL
-            .iter()
-            .filter(|one| {
-                missing.contains(one)
-                    || one.is_in(self.effective)
-                    || brings.contains(one) && one.is_in(self.bounding)
-            })
-            .map(|one| one.name().to_lowercase())
-            .collect();
+        let names: Vec<String> = narrowest(|one| {
+            missing.contains(&one)
+                || one.is_in(self.effective)
+                || brings.contains(&one) && one.is_in(self.bounding)
+        })
+        .map(|one| one.name().to_lowercase())
+        .collect();
         format!(
-            "run it as root (sudo cmt …), or once: sudo setcap {}+ep $(command -v cmt)",
+            "run it as root (sudo cmt …), or once: {SETCAP} {}+ep {OURSELVES}",
             names.join(",")
         )
     }
+}
+
+/// How the command begins that gives this program's file capabilities, and how it ends.
+pub const SETCAP: &str = "sudo setcap";
+/// See [`SETCAP`].
+pub const OURSELVES: &str = "$(command -v cmt)";
+
+/// Those that are wanted, without the one that another includes.
+fn narrowest(wanted: impl Fn(Capability) -> bool) -> impl Iterator<Item = Capability> {
+    let wider = wanted(DacOverride);
+    ALL.into_iter()
+        .filter(move |one| wanted(*one) && !(wider && *one == DacReadSearch))
 }
 
 /// One sentence: why the kernel may have refused a deed to this process, and the remedy.
