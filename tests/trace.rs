@@ -458,21 +458,26 @@ fn a_trace_that_saw_nothing_says_why() {
         .arg("60")
         .spawn()
         .expect("start sleep");
-    let none = cmt(["trace", &sleeper.id().to_string(), "--for", "100ms"]);
-    assert_eq!(none.code, Some(0));
-    assert!(
-        none.stdout
-            .contains("maps no CUDA library, so there was nothing to probe"),
-        "{none:?}"
-    );
-    sleeper.kill().expect("end it");
-    sleeper.wait().expect("wait for it");
+    let pid = sleeper.id().to_string();
+    let none = cmt(["trace", &pid, "--for", "100ms"]);
+    let said = format!("pid {pid} (sleep) maps no CUDA library: nothing could be probed; ");
+    assert!(none.refusal().starts_with(&said), "{none:?}");
+    let none = cmt(["trace", &pid, "--for", "100ms", "--json"]);
+    assert_eq!(none.code, Some(1));
+    assert_eq!(none.parse()["processes"][0]["pid"], sleeper.id());
 
     let victim = held("victim-rt", &[]);
     let idle = cmt(["trace", &victim.pid.to_string(), "--for", "100ms"]);
     assert_eq!(idle.code, Some(0));
-    let said = "probes were on libcuda.so.1, libcudart.so.13, and no copy function was called";
+    let said = "no copy function was called; probes were on libcuda.so.1,\n  libcudart.so.13\n";
     assert!(idle.stdout.contains(said), "{idle:?}");
+    // One that has probes is enough.
+    let both = cmt(["trace", &pid, &victim.pid.to_string(), "--for", "100ms"]);
+    assert_eq!(both.code, Some(0));
+    let said = format!("sleep (pid {pid}): maps no CUDA library, so there was nothing to probe.");
+    assert!(both.stdout.contains(&said), "{both:?}");
+    sleeper.kill().expect("end it");
+    sleeper.wait().expect("wait for it");
 }
 
 #[test]

@@ -84,7 +84,7 @@ pub(super) fn uprobes() -> Check {
     let failed = |found: String, remedy: String| {
         Check::new(NAME, Trace, State::Failed, found).but("no copy can be counted", remedy)
     };
-    let mut probes = match Probes::load(Reach::Chosen) {
+    let mut probes = match Probes::load(Reach::Chosen, false) {
         Ok(probes) => probes,
         Err(ProbeError::Denied { what, reason }) => {
             return failed(format!("the kernel refuses {what}"), reason);

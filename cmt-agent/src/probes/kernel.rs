@@ -6,7 +6,7 @@ use super::in_first_pid_namespace;
 use super::programs::Reach;
 
 /// Makes any kernel behave like another one, for tests: `old` as before 5.15, `single` as before 6.6, `filter` as before
-/// 6.10, `lockdown` as one in confidentiality mode.
+/// 6.10, `lockdown` as one in confidentiality mode, `blind` as one whose page tables cannot be read.
 const PRETEND: &str = "CMT_PRETEND_KERNEL";
 
 /// Before it probes carry no cookies, which say what a probe is on. (Distributions have brought them to older ones.)
@@ -72,6 +72,11 @@ pub fn lockdown() -> String {
         .split_once('[')
         .and_then(|(_, rest)| rest.split_once(']'));
     mode.map_or("none", |(mode, _)| mode).to_owned()
+}
+
+/// Whether its page tables are to be taken for unreadable.
+pub fn is_blind() -> bool {
+    pretended().as_deref() == Some("blind")
 }
 
 fn pretended() -> Option<String> {

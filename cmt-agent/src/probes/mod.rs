@@ -2,12 +2,15 @@
 //!
 //! Knows libraries, programs and links; knows nothing of what is counted (that is `trace`).
 
+mod btf;
 mod cost;
+mod first;
 pub(crate) mod kernel;
 pub(crate) mod library;
 mod link;
 mod load;
 mod maps;
+mod pages;
 mod programs;
 pub mod rights;
 
@@ -19,7 +22,8 @@ use thiserror::Error;
 pub use cost::pair_ns;
 pub use library::{Library, Mapped};
 pub use link::{Links, Target, detach};
-pub use maps::{CopyStats, Maps};
+pub use maps::{CopyStats, Events, Maps};
+pub use pages::learn;
 pub use programs::{Probes, Reach};
 
 /// Why probes could not be placed.
