@@ -140,9 +140,9 @@ fn sparkline(history: &[f32], cells: usize) -> String {
     means.reverse();
     let most = means.iter().copied().fold(0.0, f32::max);
     let bars = means.iter().map(|mean| match mean / most {
-        // No copy at all, now or ever.
-        share if !(share > 0.0) => BARS[0],
-        share => BARS[((share * 7.0).ceil() as usize).clamp(1, 7)],
+        share if share > 0.0 => BARS[((share * 7.0).ceil() as usize).clamp(1, 7)],
+        // No copy, now or ever.
+        _ => BARS[0],
     });
     let blanks = HISTORY_S.div_ceil(seconds).min(cells) - means.len();
     " ".repeat(blanks) + &bars.collect::<String>()
