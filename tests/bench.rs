@@ -324,7 +324,7 @@ fn what_cannot_work_is_refused_before_anything_is_measured() {
         .env("LD_LIBRARY_PATH", &built().folder);
     let finished: Finished = command.output().expect("run setpriv").into();
     let sentence = finished.refusal();
-    assert!(sentence.contains("run cmt as root"), "{sentence}");
+    assert!(sentence.contains("run it as root"), "{sentence}");
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! `cmt doctor` says what works, and where something does not, what that means and what to do.
 
-use cmt_tests::{Finished, Rung, Victim, cmt, cmt_command, require};
+use std::process::Command;
+
+use cmt_tests::{Finished, Rung, Victim, built, cmt, cmt_command, require};
 use serde_json::Value;
 
 fn check<'a>(report: &'a Value, name: &str) -> &'a Value {
@@ -27,6 +29,7 @@ fn a_machine_that_can_trace_and_attach_passes() {
         "memfd",
         "CAP_BPF",
         "CAP_SYS_PTRACE",
+        "user namespace",
     ] {
         assert_eq!(check(&report, name)["state"], "ok", "{name}");
     }
@@ -54,15 +57,25 @@ fn processes_that_map_libcuda_are_found() {
     assert!(library.contains("libcuda.so"), "{library}");
 }
 
-/// `cmt doctor --json` without some capabilities. Dropped from the bounding set, they are not gained by root's exec.
-fn doctor_without(capabilities: &str) -> Finished {
+/// `cmt doctor --json`, started by another program.
+fn doctor_under(program: &str, args: &[&str]) -> Finished {
     let doctor = cmt_command(["doctor", "--json"]);
-    let mut command = std::process::Command::new("setpriv");
-    command
-        .args(["--bounding-set", capabilities, "--inh-caps", capabilities])
-        .arg(doctor.get_program())
-        .args(doctor.get_args());
-    command.output().expect("run setpriv").into()
+    let mut command = Command::new(program);
+    command.args(args).arg(doctor.get_program());
+    command.args(doctor.get_args()).env_remove("RUST_LOG");
+    command.output().expect("run it").into()
+}
+
+/// The check `name` ended as `state`, means something, and has a remedy with all of `words`.
+#[track_caller]
+fn assert_check(report: &Value, name: &str, state: &str, words: &[&str]) {
+    let check = check(report, name);
+    assert_eq!(check["state"], state, "{check}");
+    assert!(check["meaning"].is_string(), "{check}");
+    let remedy = check["remedy"].as_str().expect("a remedy");
+    for word in words {
+        assert!(remedy.contains(word), "no {word:?}: {check}");
+    }
 }
 
 #[test]
@@ -74,19 +87,94 @@ fn each_missing_capability_is_named_with_its_remedy() {
         ("-bpf,-sys_admin", "CAP_BPF", false, false),
         ("-perfmon,-sys_admin", "CAP_PERFMON", false, false),
         ("-sys_ptrace", "CAP_SYS_PTRACE", true, false),
+        (
+            "-checkpoint_restore,-sys_admin",
+            "CAP_CHECKPOINT_RESTORE",
+            true,
+            false,
+        ),
     ] {
-        let finished = doctor_without(dropped);
+        // Dropped from the bounding set, they are not gained by root's exec.
+        let args = ["--bounding-set", dropped, "--inh-caps", dropped];
+        let finished = doctor_under("setpriv", &args);
         assert_eq!(finished.code, Some(1), "{finished:#?}");
         let report = finished.parse();
-        let missing = check(&report, name);
-        assert_eq!(missing["state"], "failed", "{name}");
-        assert!(
-            missing["remedy"]
-                .as_str()
-                .is_some_and(|remedy| remedy.contains("root")),
-            "{missing}"
-        );
+        let add = format!("--cap-add {}", &name[4..]);
+        assert_check(&report, name, "failed", &["run it as root", &add]);
         assert_eq!(report["trace"], trace, "{name}");
         assert_eq!(report["attach"], attach, "{name}");
     }
+}
+
+#[test]
+fn what_surrounds_it_is_named() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    // As a rootless container, which holds every capability, but only there.
+    let user = doctor_under("unshare", &["--user", "--map-root-user"]);
+    assert_eq!(user.code, Some(1), "{user:#?}");
+    let report = user.parse();
+    assert_eq!(check(&report, "CAP_BPF")["state"], "ok");
+    assert_check(&report, "user namespace", "failed", &["root of the host"]);
+    assert_check(&report, "uprobes", "failed", &["root of the host"]);
+
+    let pid = doctor_under("unshare", &["--pid", "--fork", "--mount-proc"]).json();
+    assert_check(&pid, "pid namespace", "warning", &["--pid=host", "hostPID"]);
+
+    let hidden = "mount -t proc -o hidepid=invisible proc /proc && exec \"$@\"";
+    let args = ["--mount", "--pid", "--fork", "sh", "-c", hidden, "sh"];
+    let found = doctor_under("unshare", &args).json();
+    let found = check(&found, "/proc")["found"].to_string();
+    assert!(found.contains("hidepid=invisible"), "{found}");
+    let args = [&args[..], &["setpriv", "--bounding-set=-sys_ptrace"]].concat();
+    let blind = doctor_under("unshare", &args).parse();
+    assert_check(&blind, "/proc", "warning", &["CAP_SYS_PTRACE"]);
+}
+
+#[test]
+fn a_seccomp_filter_is_named() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    let preload = format!("LD_PRELOAD={}", built().victim("libconfine.so").display());
+    let finished = doctor_under("env", &["CONFINE=container", &preload]);
+    assert_eq!(finished.code, Some(1), "{finished:#?}");
+    let report = finished.parse();
+    assert_check(
+        &report,
+        "system calls",
+        "info",
+        &["seccomp=unconfined", "seccompProfile"],
+    );
+    assert_check(
+        &report,
+        "BPF",
+        "failed",
+        &["seccomp=unconfined", "seccompProfile"],
+    );
+}
+
+#[test]
+fn kernels_that_are_too_old_or_locked_down() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    let pretending = |kernel: &str| doctor_under("env", &[&format!("CMT_PRETEND_KERNEL={kernel}")]);
+    let old = pretending("old");
+    assert_eq!(old.code, Some(1), "{old:#?}");
+    let old = old.parse();
+    assert_check(&old, "kernel", "failed", &["newer kernel"]);
+    assert_eq!(check(&old, "uprobes")["state"], "failed");
+    assert_eq!(old["trace"], false);
+
+    let locked = pretending("lockdown").json();
+    assert_check(&locked, "lockdown", "warning", &["lockdown=integrity"]);
+
+    let single = pretending("single").json();
+    assert_eq!(
+        check(&single, "probe links")["found"],
+        "one for each function"
+    );
+    assert_eq!(check(&single, "uprobes")["state"], "ok");
 }

@@ -151,6 +151,89 @@ fn without_rights() {
     victim.assert_untouched(&before);
 }
 
+/// `cmt trace` of `victim` on a kernel that is pretended, under what `libconfine.so` forbids.
+fn trace_on(kernel: &str, confine: Option<&str>, victim: &Victim) -> Finished {
+    let mut command = cmt_command(["trace", &victim.pid.to_string(), "--for", "1s"]);
+    command.env("CMT_PRETEND_KERNEL", kernel);
+    if let Some(confine) = confine {
+        command.env("LD_PRELOAD", built().victim("libconfine.so"));
+        command.env("CONFINE", confine);
+    }
+    command.output().expect("start cmt").into()
+}
+
+#[test]
+fn kernels_that_do_not_trace() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    let mut victim = bystander();
+    let before = victim.footprint();
+    for (kernel, confine, words) in [
+        ("old", None, ["Linux 5.10 is too old", "newer kernel"]),
+        (
+            "lockdown",
+            Some("container"),
+            ["BPF maps", "lockdown=integrity"],
+        ),
+        (
+            "none",
+            Some("container"),
+            ["BPF maps", "seccomp=unconfined"],
+        ),
+    ] {
+        let refused = trace_on(kernel, confine, &victim);
+        let sentence = refused.refusal();
+        for word in words {
+            assert!(
+                sentence.contains(word),
+                "{kernel}: no {word:?} in {sentence:?}"
+            );
+        }
+    }
+    // Links with one site each take more than the others, and so it is also where all processes are traced.
+    let pid = victim.pid.to_string();
+    for whom in [pid.as_str(), "--all"] {
+        let trace = cmt_command(["trace", whom, "--for", "1s"]);
+        let mut command = Command::new("setpriv");
+        command.args(["--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]);
+        command.arg(trace.get_program()).args(trace.get_args());
+        let refused = Finished::from(
+            command
+                .env("CMT_PRETEND_KERNEL", "single")
+                .output()
+                .expect("run setpriv"),
+        );
+        let sentence = refused.refusal();
+        for word in ["a uprobe: CAP_SYS_ADMIN missing", "--cap-add SYS_ADMIN"] {
+            assert!(sentence.contains(word), "no {word:?} in {sentence:?}");
+        }
+    }
+    victim.assert_untouched(&before);
+}
+
+#[test]
+fn a_user_namespace_of_its_own() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    let victim = bystander();
+    let pid = victim.pid.to_string();
+    for args in [&["trace", &pid, "--for", "1s"][..], &["attach", &pid]] {
+        let cmt = cmt_command(args);
+        let mut command = Command::new("unshare");
+        command
+            .args(["--user", "--map-root-user"])
+            .arg(cmt.get_program());
+        let refused = Finished::from(command.args(args).output().expect("run unshare"));
+        let sentence = refused.refusal();
+        assert!(
+            sentence.contains("user namespace") && sentence.contains("outside"),
+            "{sentence}"
+        );
+    }
+}
+
 #[test]
 fn detaching_what_was_never_attached() {
     let Some(_turn) = require(Rung::Kernel) else {

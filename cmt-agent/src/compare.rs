@@ -317,7 +317,8 @@ mod tests {
             direction: direction as u8,
             memory: memory as u8,
             size_class: size_class_of(size),
-            _pad: [0; 7],
+            backing: 0,
+            _pad: [0; 6],
         };
         let mut window = Window::default();
         window.add(&key, &stat);

@@ -18,6 +18,14 @@ pub struct Stat {
     pub total_ns: u64,
     /// The longest latency.
     pub max_ns: u64,
+    /// Calls behind which the thread waited for the stream, with no other copy in between.
+    pub waited: u64,
+    /// Time in those waits.
+    pub wait_ns: u64,
+    /// From the beginning of those calls to the end of their waits.
+    pub until_ns: u64,
+    /// What the last failed call returned; 0 while none has failed.
+    pub last_error: u64,
     buckets: Box<[u64; BUCKETS]>,
 }
 
@@ -29,6 +37,10 @@ impl Default for Stat {
             bytes: 0,
             total_ns: 0,
             max_ns: 0,
+            waited: 0,
+            wait_ns: 0,
+            until_ns: 0,
+            last_error: 0,
             buckets: Box::new([0; BUCKETS]),
         }
     }
@@ -42,6 +54,10 @@ impl From<&CopyStat> for Stat {
             bytes: stat.bytes,
             total_ns: stat.total_ns,
             max_ns: stat.max_ns,
+            waited: stat.waited,
+            wait_ns: stat.wait_ns,
+            until_ns: stat.until_ns,
+            last_error: stat.last_error,
             buckets: Box::new(stat.buckets),
         }
     }
@@ -55,6 +71,12 @@ impl Stat {
         self.bytes += other.bytes;
         self.total_ns += other.total_ns;
         self.max_ns = self.max_ns.max(other.max_ns);
+        self.waited += other.waited;
+        self.wait_ns += other.wait_ns;
+        self.until_ns += other.until_ns;
+        if other.last_error != 0 {
+            self.last_error = other.last_error;
+        }
         for (own, other) in self.buckets.iter_mut().zip(other.buckets.iter()) {
             *own += other;
         }
@@ -81,6 +103,14 @@ impl Stat {
             bytes: self.bytes.saturating_sub(earlier.bytes),
             total_ns: self.total_ns.saturating_sub(earlier.total_ns),
             max_ns,
+            waited: self.waited.saturating_sub(earlier.waited),
+            wait_ns: self.wait_ns.saturating_sub(earlier.wait_ns),
+            until_ns: self.until_ns.saturating_sub(earlier.until_ns),
+            last_error: if self.errors > earlier.errors {
+                self.last_error
+            } else {
+                0
+            },
             buckets,
         }
     }

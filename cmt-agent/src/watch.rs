@@ -123,7 +123,8 @@ mod tests {
             direction: Direction::HtoD as u8,
             memory: 0,
             size_class: size_class_of(1 << 20),
-            _pad: [0; 7],
+            backing: 0,
+            _pad: [0; 6],
         };
         let mut snapshot = Snapshot::empty();
         snapshot.rows.insert(key, stat);

@@ -2,7 +2,10 @@
 //!
 //! All structures are `repr(C)` without padding, since both sides read them as bytes.
 
-use crate::api::{AllocEffect, AllocFn, COPY_FNS, CopyFn, DirectionFrom, Layer, MemoryKind, Shape};
+use crate::api::{
+    AllocEffect, AllocFn, COPY_FNS, CopyFn, DirectionFrom, Layer, MemoryKind, ON_DEVICE, Shape,
+    SyncFn, SyncScope,
+};
 use crate::histogram::BUCKETS;
 
 /// Key of one histogram: a process, a function and the class of its copies.
@@ -19,8 +22,35 @@ pub struct CopyKey {
     pub memory: u8,
     /// See [`crate::histogram::size_class_of`].
     pub size_class: u8,
+    /// [`crate::api::Backing`] of the host side as a number.
+    pub backing: u8,
     /// Zero.
-    pub _pad: [u8; 7],
+    pub _pad: [u8; 6],
+}
+
+impl CopyKey {
+    /// All keys of process `pid`.
+    pub const fn of_process(pid: u32) -> core::ops::RangeInclusive<Self> {
+        let first = Self {
+            pid,
+            function: 0,
+            direction: 0,
+            memory: 0,
+            size_class: 0,
+            backing: 0,
+            _pad: [0; 6],
+        };
+        let last = Self {
+            pid,
+            function: u16::MAX,
+            direction: u8::MAX,
+            memory: u8::MAX,
+            size_class: u8::MAX,
+            backing: u8::MAX,
+            _pad: [u8::MAX; 6],
+        };
+        first..=last
+    }
 }
 
 /// What is counted under one [`CopyKey`]. Times and the histogram cover successful calls only.
@@ -37,6 +67,14 @@ pub struct CopyStat {
     pub total_ns: u64,
     /// The longest latency.
     pub max_ns: u64,
+    /// Calls behind which the same thread waited for the same stream, or for everything, with no other copy in between.
+    pub waited: u64,
+    /// Time in those waits: with `total_ns` it is what the caller feels.
+    pub wait_ns: u64,
+    /// From the beginning of those calls to the end of their waits, what the program did in between included.
+    pub until_ns: u64,
+    /// What the last failed call returned.
+    pub last_error: u64,
     /// Latencies by [`crate::histogram::bucket_of`].
     pub buckets: [u64; BUCKETS],
 }
@@ -56,6 +94,19 @@ pub const SHAPE_DRIVER_2D: u8 = 2;
 pub const SHAPE_DRIVER_3D: u8 = 3;
 /// See [`Shape::RuntimeStruct3D`].
 pub const SHAPE_RUNTIME_3D: u8 = 4;
+/// See [`Shape::RuntimePeer3D`].
+pub const SHAPE_RUNTIME_PEER_3D: u8 = 5;
+/// See [`Shape::Batch`].
+pub const SHAPE_BATCH: u8 = 6;
+/// See [`Shape::Batch3D`].
+pub const SHAPE_BATCH_3D: u8 = 7;
+/// See [`Shape::One3D`].
+pub const SHAPE_ONE_3D: u8 = 8;
+
+/// Copies of one batch that are looked at. A call with more is counted as one whose arguments could not be read.
+pub const MOST_IN_BATCH: u64 = 1024;
+/// The same for batches of 3D copies.
+pub const MOST_IN_BATCH_3D: u64 = 128;
 
 /// No such argument.
 pub const NO_ARG: u8 = 15;
@@ -86,11 +137,20 @@ impl CopyCookie {
             Shape::DriverStruct2D => (SHAPE_DRIVER_2D, NO_ARG, NO_ARG, NO_ARG, NO_ARG),
             Shape::DriverStruct3D => (SHAPE_DRIVER_3D, NO_ARG, NO_ARG, NO_ARG, NO_ARG),
             Shape::RuntimeStruct3D => (SHAPE_RUNTIME_3D, NO_ARG, NO_ARG, NO_ARG, NO_ARG),
+            Shape::RuntimePeer3D => (SHAPE_RUNTIME_PEER_3D, NO_ARG, NO_ARG, NO_ARG, NO_ARG),
+            Shape::Batch => (SHAPE_BATCH, NO_ARG, NO_ARG, NO_ARG, NO_ARG),
+            Shape::Batch3D => (SHAPE_BATCH_3D, NO_ARG, NO_ARG, NO_ARG, NO_ARG),
+            Shape::One3D => (SHAPE_ONE_3D, NO_ARG, NO_ARG, NO_ARG, NO_ARG),
         };
+        assert!(index < 1 << 12 && ON_DEVICE < NO_ARG);
         let runtime = matches!(function.layer, Layer::Runtime) as u64;
-        let asynchronous = function.stream.is_some() as u64;
+        let stream = match function.stream {
+            Some(position) => position as u64,
+            None => NO_ARG as u64,
+        };
         Self(
             index as u64
+                | stream << 12
                 | (direction as u64) << 16
                 | (kind_arg as u64) << 20
                 | (shape as u64) << 24
@@ -98,8 +158,7 @@ impl CopyCookie {
                 | (src as u64) << 32
                 | (bytes as u64) << 36
                 | (height as u64) << 40
-                | runtime << 44
-                | asynchronous << 45,
+                | runtime << 44,
         )
     }
 
@@ -109,7 +168,12 @@ impl CopyCookie {
 
     /// Position in [`COPY_FNS`].
     pub const fn function(self) -> u16 {
-        self.0 as u16
+        self.0 as u16 & 0xfff
+    }
+
+    /// Position of the stream argument, or [`NO_ARG`] for a synchronous function.
+    pub const fn stream_arg(self) -> u8 {
+        self.nibble(12)
     }
 
     /// A [`crate::api::Direction`] as a number, [`DIRECTION_ADDRESSES`] or [`DIRECTION_KIND`].
@@ -127,12 +191,12 @@ impl CopyCookie {
         self.nibble(24)
     }
 
-    /// Position of the destination, or [`NO_ARG`].
+    /// Position of the destination, [`ON_DEVICE`] or [`NO_ARG`].
     pub const fn dst_arg(self) -> u8 {
         self.nibble(28)
     }
 
-    /// Position of the source, or [`NO_ARG`].
+    /// Position of the source, [`ON_DEVICE`] or [`NO_ARG`].
     pub const fn src_arg(self) -> u8 {
         self.nibble(32)
     }
@@ -152,11 +216,6 @@ impl CopyCookie {
         self.0 >> 44 & 1 == 1
     }
 
-    /// True for functions that take a stream.
-    pub const fn asynchronous(self) -> bool {
-        self.0 >> 45 & 1 == 1
-    }
-
     /// The same cookie for a probe on target number `target`, below [`MAX_TARGETS`]; 0 is no target in particular.
     pub const fn with_target(self, target: u16) -> Self {
         Self(self.0 | (target as u64) << 48)
@@ -166,6 +225,11 @@ impl CopyCookie {
     pub const fn target(self) -> u16 {
         (self.0 >> 48) as u16
     }
+}
+
+/// What a probe on a waiting function knows of it: 1 where it waits for the stream that is argument 0 only.
+pub const fn sync_cookie(function: &SyncFn) -> u64 {
+    matches!(function.scope, SyncScope::Stream) as u64
 }
 
 /// Targets that the host may number. A numbered target is counted under the process id that the host knows it by, which
@@ -228,6 +292,8 @@ pub struct Call {
     pub dst: u64,
     /// Source.
     pub src: u64,
+    /// The stream it was given; 0 where it takes none.
+    pub stream: u64,
     /// Process id as the host knows it.
     pub pid: u32,
     /// Position in the API table.
@@ -243,8 +309,50 @@ pub struct Call {
     pub counts: u32,
     /// Calls that began within it.
     pub nested: u32,
+    /// 1 where it takes a stream.
+    pub asynchronous: u8,
+    /// What the destination's page said when the call began: see [`crate::kernel::page`].
+    pub dst_page: u8,
+    /// The same of the source.
+    pub src_page: u8,
     /// Zero.
-    pub _pad: u32,
+    pub _pad: u8,
+}
+
+/// An asynchronous copy that a thread has made, and nothing since: the one whose cost a wait that follows belongs to.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Pending {
+    /// Under what it was counted.
+    pub key: CopyKey,
+    /// When it began.
+    pub start_ns: u64,
+    /// Its stream as it was given.
+    pub stream: u64,
+    /// When the wait began; 0 while there is none.
+    pub wait_start_ns: u64,
+}
+
+/// One copy, as `--events` shows it.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct CopyEvent {
+    /// Under what it was counted.
+    pub key: CopyKey,
+    /// When it began, CLOCK_MONOTONIC.
+    pub start_ns: u64,
+    /// How long the call took.
+    pub elapsed_ns: u64,
+    /// What it copied if it succeeded.
+    pub bytes: u64,
+    /// Host address, or 0 where no side is the host's.
+    pub host: u64,
+    /// The stream as it was given; 0 where it takes none.
+    pub stream: u64,
+    /// Thread id as the kernel counts.
+    pub tid: u32,
+    /// What it returned.
+    pub result: u32,
 }
 
 /// More nested calls than this within one of the same library are no nesting: the outer call was left by a jump, and its
@@ -316,7 +424,7 @@ mod tests {
             assert_eq!(cookie.target(), 1023);
             assert_eq!(cookie.function() as usize, index);
             assert_eq!(cookie.runtime(), function.layer == Layer::Runtime);
-            assert_eq!(cookie.asynchronous(), function.stream.is_some());
+            assert_eq!(cookie.stream_arg(), function.stream.unwrap_or(NO_ARG));
             match function.direction {
                 DirectionFrom::Fixed(direction) => {
                     assert_eq!(Direction::from_raw(cookie.direction()), direction);
@@ -355,6 +463,10 @@ mod tests {
                 Shape::DriverStruct2D => assert_eq!(cookie.shape(), SHAPE_DRIVER_2D),
                 Shape::DriverStruct3D => assert_eq!(cookie.shape(), SHAPE_DRIVER_3D),
                 Shape::RuntimeStruct3D => assert_eq!(cookie.shape(), SHAPE_RUNTIME_3D),
+                Shape::RuntimePeer3D => assert_eq!(cookie.shape(), SHAPE_RUNTIME_PEER_3D),
+                Shape::Batch => assert_eq!(cookie.shape(), SHAPE_BATCH),
+                Shape::Batch3D => assert_eq!(cookie.shape(), SHAPE_BATCH_3D),
+                Shape::One3D => assert_eq!(cookie.shape(), SHAPE_ONE_3D),
             }
         }
     }

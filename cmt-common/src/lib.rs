@@ -9,4 +9,5 @@ pub mod api;
 pub mod control;
 pub mod event;
 pub mod histogram;
+pub mod kernel;
 pub mod range;

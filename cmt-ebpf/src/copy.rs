@@ -4,16 +4,22 @@ use aya_ebpf::helpers::bpf_get_current_pid_tgid;
 use aya_ebpf::macros::{uprobe, uretprobe};
 use aya_ebpf::programs::{ProbeContext, RetProbeContext};
 use aya_log_ebpf::debug;
-use cmt_common::api::{Direction, MemoryKind};
+use cmt_common::api::{Direction, MemoryKind, ON_DEVICE};
 use cmt_common::event::{
-    Call, CopyCookie, CopyKey, DIRECTION_ADDRESSES, DIRECTION_KIND, Lost, SHAPE_DRIVER_2D,
-    SHAPE_DRIVER_3D, SHAPE_LINEAR, SHAPE_PITCHED, SHAPE_RUNTIME_3D, phase, place,
+    Call, CopyCookie, CopyEvent, CopyKey, DIRECTION_ADDRESSES, DIRECTION_KIND, Lost, MOST_IN_BATCH,
+    MOST_IN_BATCH_3D, NO_ARG, Pending, SHAPE_BATCH, SHAPE_BATCH_3D, SHAPE_DRIVER_2D,
+    SHAPE_DRIVER_3D, SHAPE_LINEAR, SHAPE_ONE_3D, SHAPE_PITCHED, SHAPE_RUNTIME_3D,
+    SHAPE_RUNTIME_PEER_3D, phase, place,
 };
+use cmt_common::kernel::page;
 use cmt_common::histogram::size_class_of;
 
 use crate::call::{Arguments, cookie, encloses, now_ns, user};
-use crate::maps::{CALLS, count_pair, foreign, lost, lost_many, phase, process, record};
+use crate::maps::{
+    CALLS, PENDING, count_pair, foreign, lost, lost_many, phase, process, record, tell,
+};
 use crate::memory::{host_kind, kind_of};
+use crate::page::look;
 
 /// `cudaMemcpyDefault`.
 const KIND_DEFAULT: u32 = 4;
@@ -51,12 +57,17 @@ pub fn copy_enter(context: ProbeContext) -> u32 {
         lost(Lost::Unreadable);
         return 0;
     };
+    let (asynchronous, stream) = match cookie.stream_arg() {
+        NO_ARG => (0, 0),
+        position => (1, arguments.get(position).unwrap_or(0)),
+    };
     let call = Call {
         sp: arguments.sp,
         start_ns: now_ns(),
         bytes: copied.bytes,
         dst: copied.dst.address,
         src: copied.src.address,
+        stream,
         pid,
         function: cookie.function(),
         dst_place: copied.dst.place,
@@ -64,6 +75,9 @@ pub fn copy_enter(context: ProbeContext) -> u32 {
         bytes_missing: copied.bytes_missing as u32,
         counts: (phase == phase::COUNTING) as u32,
         nested: 0,
+        asynchronous,
+        dst_page: copied.dst.page(copied.bytes),
+        src_page: copied.src.page(copied.bytes),
         _pad: 0,
     };
     if CALLS.insert(pid_tgid, call, 0).is_err() {
@@ -97,49 +111,99 @@ pub fn copy_leave(context: RetProbeContext) -> u32 {
     if call.counts == 0 {
         return 0;
     }
-    let failed = context.ret::<u32>() != 0;
-    let (direction, memory) = settle(&call, failed);
+    let result = context.ret::<u32>();
+    let settled = settle(&call, result != 0);
     let key = CopyKey {
         pid: call.pid,
         function: call.function,
-        direction: direction as u8,
-        memory: memory as u8,
+        direction: settled.direction as u8,
+        memory: settled.memory as u8,
         size_class: size_class_of(call.bytes),
-        _pad: [0; 7],
+        backing: settled.backing,
+        _pad: [0; 6],
     };
-    record(
-        &key,
-        call.bytes,
-        now_ns.saturating_sub(call.start_ns),
-        failed,
-    );
+    let elapsed_ns = now_ns.saturating_sub(call.start_ns);
+    record(&key, call.bytes, elapsed_ns, result);
+    // A copy that has waited itself ends what was to be waited for, too.
+    if call.asynchronous != 0 && result == 0 {
+        let pending = Pending {
+            key,
+            start_ns: call.start_ns,
+            stream: call.stream,
+            wait_start_ns: 0,
+        };
+        // Without room the wait that may follow is not counted.
+        let _ = PENDING.insert(pid_tgid, pending, 0);
+    } else {
+        let _ = PENDING.remove(pid_tgid);
+    }
+    tell(|| CopyEvent {
+        key,
+        start_ns: call.start_ns,
+        elapsed_ns,
+        bytes: call.bytes,
+        host: settled.host,
+        stream: call.stream,
+        tid: pid_tgid as u32,
+        result,
+    });
     0
 }
 
-/// Direction and host memory kind of a call that ends now.
+/// What is known of a call when it ends.
+struct Settled {
+    direction: Direction,
+    /// Of the host side.
+    memory: MemoryKind,
+    /// A `Backing` as a number.
+    backing: u8,
+    /// Address of the host side.
+    host: u64,
+}
+
 #[inline(always)]
-fn settle(call: &Call, failed: bool) -> (Direction, MemoryKind) {
-    let src = side(call.pid, call.src_place, call.src, failed);
-    let dst = side(call.pid, call.dst_place, call.dst, failed);
-    match (src, dst) {
-        (MemoryKind::Unknown, _) | (_, MemoryKind::Unknown) => {
-            (Direction::Unknown, MemoryKind::Unknown)
+fn settle(call: &Call, failed: bool) -> Settled {
+    let src = side(call.pid, call.src_place, call.src, call.src_page, failed);
+    let dst = side(call.pid, call.dst_place, call.dst, call.dst_page, failed);
+    let (direction, host) = match (src, dst) {
+        (None, _) | (_, None) => (Direction::Unknown, None),
+        (Some(MemoryKind::Device), Some(MemoryKind::Device)) => (Direction::DtoD, None),
+        (Some(MemoryKind::Device), Some(kind)) => {
+            (Direction::DtoH, Some((kind, call.dst_page, call.dst)))
         }
-        (MemoryKind::Device, MemoryKind::Device) => (Direction::DtoD, MemoryKind::Unknown),
-        (MemoryKind::Device, host) => (Direction::DtoH, host),
-        (host, MemoryKind::Device) => (Direction::HtoD, host),
-        (host, _) => (Direction::HtoH, host),
+        (Some(kind), Some(MemoryKind::Device)) => {
+            (Direction::HtoD, Some((kind, call.src_page, call.src)))
+        }
+        (Some(kind), Some(_)) => (Direction::HtoH, Some((kind, call.src_page, call.src))),
+    };
+    let Some((memory, page, host)) = host else {
+        return Settled {
+            direction,
+            memory: MemoryKind::Unknown,
+            backing: 0,
+            host: 0,
+        };
+    };
+    let backing = match memory {
+        MemoryKind::Pageable => page & page::BACKING,
+        _ => 0,
+    };
+    Settled {
+        direction,
+        memory,
+        backing,
+        host,
     }
 }
 
-/// The kind of one side of a copy.
+/// The kind of one side of a copy; `None` where it cannot even be said whose memory it is.
 #[inline(always)]
-fn side(pid: u32, place: u8, address: u64, failed: bool) -> MemoryKind {
+fn side(pid: u32, place: u8, address: u64, page: u8, failed: bool) -> Option<MemoryKind> {
     match place {
-        place::DEVICE => MemoryKind::Device,
-        place::HOST => host_kind(pid, address),
-        place::BY_ADDRESS => kind_of(pid, address, failed),
-        _ => MemoryKind::Unknown,
+        place::DEVICE => Some(MemoryKind::Device),
+        place::HOST => Some(host_kind(pid, address, page)),
+        place::BY_ADDRESS => kind_of(pid, address, page, failed),
+        _ => None,
     }
 }
 
@@ -162,6 +226,21 @@ struct Side {
 }
 
 impl Side {
+    const ARRAY: Self = Self {
+        place: place::DEVICE,
+        address: 0,
+    };
+
+    /// What the page in the middle of `bytes` says (an allocator writes into the first one, the driver looks at it first):
+    /// see [`look`]. 0 for device memory.
+    #[inline(always)]
+    fn page(&self, bytes: u64) -> u8 {
+        match self.place {
+            place::HOST | place::BY_ADDRESS => look(self.address.wrapping_add(bytes / 2)),
+            _ => 0,
+        }
+    }
+
     /// From the fields of a driver structure: `CUmemorytype` (host 1, device 2, array 3, unified 4) and both addresses.
     #[inline(always)]
     fn from_driver(memory_type: u64, host: u64, device: u64) -> Self {
@@ -191,6 +270,10 @@ impl Copied {
             SHAPE_DRIVER_2D => Self::from_driver_2d(arguments.get(0)?),
             SHAPE_DRIVER_3D => Self::from_driver_3d(arguments.get(0)?),
             SHAPE_RUNTIME_3D => Self::from_runtime_3d(arguments.get(0)?),
+            SHAPE_RUNTIME_PEER_3D => Self::from_runtime_peer_3d(arguments.get(0)?),
+            SHAPE_BATCH => Self::from_batch(arguments),
+            SHAPE_BATCH_3D => Self::from_batch_3d(arguments.get(1)?, arguments.get(0)?),
+            SHAPE_ONE_3D => Self::from_batch_3d(arguments.get(0)?, 1),
             _ => None,
         }
     }
@@ -206,12 +289,86 @@ impl Copied {
             DIRECTION_ADDRESSES => KIND_DEFAULT,
             fixed => fixed as u32,
         };
+        let (dst, src) = (cookie.dst_arg(), cookie.src_arg());
+        let address = |position| match position {
+            ON_DEVICE => Some(0),
+            position => arguments.get(position),
+        };
+        let mut copied = Self::with_kind(address(dst)?, address(src)?, kind, bytes);
+        if dst == ON_DEVICE {
+            copied.dst = Side::ARRAY;
+        }
+        if src == ON_DEVICE {
+            copied.src = Side::ARRAY;
+        }
+        Some(copied)
+    }
+
+    /// Arrays of addresses and byte counts. The first copy's addresses stand for all.
+    #[inline(always)]
+    fn from_batch(arguments: &Arguments) -> Option<Self> {
+        let (sizes, count) = (arguments.get(2)?, arguments.get(3)?);
+        if count == 0 || count > MOST_IN_BATCH {
+            return None;
+        }
+        let mut bytes = 0u64;
+        for index in 0..MOST_IN_BATCH {
+            if index >= count {
+                break;
+            }
+            bytes = bytes.wrapping_add(user(sizes.wrapping_add(index * 8))?);
+        }
+        let (dst, src) = (user(arguments.get(0)?)?, user(arguments.get(1)?)?);
+        Some(Self::with_kind(dst, src, KIND_DEFAULT, bytes))
+    }
+
+    /// `CUDA_MEMCPY3D_BATCH_OP`: 14 words; source operand at 0 and destination at 40, whose first words are type (pointer 1,
+    /// array 2) and address; extent at 80. With an array the extent counts elements, of a size that is not said.
+    #[inline(always)]
+    fn from_batch_3d(at: u64, count: u64) -> Option<Self> {
+        const POINTER: u32 = 1;
+        const OPERATION_BYTES: u64 = 112;
+        if count == 0 || count > MOST_IN_BATCH_3D {
+            return None;
+        }
+        let mut bytes = 0u64;
+        for index in 0..MOST_IN_BATCH_3D {
+            if index >= count {
+                break;
+            }
+            let operation = at.wrapping_add(index * OPERATION_BYTES);
+            let (src, dst): (u32, u32) = (user(operation)?, user(operation + 40)?);
+            if src != POINTER || dst != POINTER {
+                return None;
+            }
+            let [width, height, depth]: [u64; 3] = user(operation + 80)?;
+            bytes = bytes.wrapping_add(width.wrapping_mul(height).wrapping_mul(depth));
+        }
         Some(Self::with_kind(
-            arguments.get(cookie.dst_arg())?,
-            arguments.get(cookie.src_arg())?,
-            kind,
+            user(at + 48)?,
+            user(at + 8)?,
+            KIND_DEFAULT,
             bytes,
         ))
+    }
+
+    /// `cudaMemcpy3DPeerParms`: source array at 0, destination array at 72, extent at 144. With an array the width counts
+    /// elements.
+    #[inline(always)]
+    fn from_runtime_peer_3d(at: u64) -> Option<Self> {
+        let (src, dst): (u64, u64) = (user(at)?, user(at + 72)?);
+        let [width, height, depth]: [u64; 3] = user(at + 144)?;
+        let bytes_missing = src != 0 || dst != 0;
+        Some(Self {
+            dst: Side::ARRAY,
+            src: Side::ARRAY,
+            bytes: if bytes_missing {
+                0
+            } else {
+                width.wrapping_mul(height).wrapping_mul(depth)
+            },
+            bytes_missing,
+        })
     }
 
     /// `CUDA_MEMCPY2D`: 16 words; source at 0, destination at 56, width at 112, height at 120.

@@ -1,7 +1,7 @@
 //! The BPF programs of cmt: what the kernel does at the start and at the end of every CUDA copy and allocation.
 //!
 //! One pair of programs serves all copy functions and one pair all allocation functions; the attach cookie tells a
-//! program which function it is on (`cmt_common::event`). Nothing here wakes the host: copies are counted into maps that
+//! program which function it is on (`cmt_common::event`). A third pair is on the functions that wait. Nothing here wakes the host: copies are counted into maps that
 //! the host reads when it likes. Whatever cannot be counted is counted as lost.
 //!
 //! All code is x86-64: argument registers, stack layout and the uretprobe trampoline are those of that architecture.
@@ -19,6 +19,8 @@ mod call;
 mod copy;
 mod maps;
 mod memory;
+mod page;
+mod sync;
 
 /// Most kernel helpers are for GPL-compatible programs only.
 #[unsafe(link_section = "license")]

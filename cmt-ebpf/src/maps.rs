@@ -5,9 +5,12 @@ use aya_ebpf::bindings::BPF_F_NO_PREALLOC;
 use aya_ebpf::helpers::bpf_get_current_comm;
 use aya_ebpf::macros::map;
 use aya_ebpf::maps::lpm_trie::Key;
-use aya_ebpf::maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray};
-use cmt_common::event::{Call, CopyKey, CopyStat, LOST_REASONS, Lost, MAX_TARGETS, phase};
+use aya_ebpf::maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf};
+use cmt_common::event::{
+    Call, CopyEvent, CopyKey, CopyStat, LOST_REASONS, Lost, MAX_TARGETS, Pending, phase,
+};
 use cmt_common::histogram::BUCKETS;
+use cmt_common::kernel::{Layout, Survey};
 use cmt_common::range::{PID_BITS, RangeKey, RangePrefix, RangeValue};
 
 use crate::alloc::{AllocCall, AllocFrame};
@@ -25,6 +28,35 @@ static TEMPLATE: Array<CopyStat> = Array::with_max_entries(1, 0);
 /// finds no room is counted as lost when it begins, and none is dropped later.
 #[map]
 pub static CALLS: HashMap<u64, Call> = HashMap::with_max_entries(16384, 0);
+
+/// The last asynchronous copy of each thread, while nothing came after it. A thread that is pushed out by others only loses
+/// the time of one wait.
+#[map]
+pub static PENDING: LruHashMap<u64, Pending> = LruHashMap::with_max_entries(16384, 0);
+
+/// Single copies, where they are wanted. The host makes it larger then.
+#[map]
+static EVENTS: RingBuf = RingBuf::with_byte_size(4096, 0);
+
+/// Events that found no room.
+#[map]
+static DROPPED: Array<u64> = Array::with_max_entries(1, 0);
+
+/// 1 where single copies are wanted; set before the programs are loaded.
+#[unsafe(no_mangle)]
+static TELLING: Global<u8> = Global::new(0);
+
+/// How this kernel lays out what is read of it, by the host.
+#[map]
+static LAYOUT: Array<Layout> = Array::with_max_entries(1, 0);
+
+/// What the surveying program found last.
+#[map]
+static SURVEY: Array<Survey> = Array::with_max_entries(1, 0);
+
+/// Processes of which memory may have been registered before the trace, while page tables cannot be read.
+#[map]
+static EARLIER: HashMap<u32, u8> = HashMap::with_max_entries(16384, BPF_F_NO_PREALLOC);
 
 /// Allocation calls that have begun.
 #[map]
@@ -79,6 +111,43 @@ pub fn phase() -> u32 {
     PHASE.get(0).map_or(phase::ENDING, |phase| *phase)
 }
 
+/// The layout of this kernel, as far as the host knows it by now.
+#[inline(always)]
+pub fn layout() -> Option<&'static Layout> {
+    LAYOUT.get(0)
+}
+
+/// Answers the host's survey.
+#[inline(always)]
+pub fn survey_found(found: &Survey) {
+    if let Some(to) = SURVEY.get_ptr_mut(0) {
+        // SAFETY: the map holds the value as long as the program runs; the host reads it after this call has returned.
+        unsafe { to.write(*found) };
+    }
+}
+
+/// True where memory of process `pid` that no probe saw being registered may be registered all the same.
+#[inline(always)]
+pub fn is_earlier(pid: u32) -> bool {
+    EARLIER.get_ptr(pid).is_some()
+}
+
+/// Tells the host of one copy, where it wants to know; without waking it up.
+#[inline(always)]
+pub fn tell(event: impl FnOnce() -> CopyEvent) {
+    const NO_WAKEUP: u64 = 1;
+    if TELLING.load() == 0 {
+        return;
+    }
+    if let Some(mut room) = EVENTS.reserve::<CopyEvent>(0) {
+        room.write(event());
+        room.submit(NO_WAKEUP);
+    } else if let Some(count) = DROPPED.get_ptr_mut(0) {
+        // SAFETY: the map holds the value as long as the program runs.
+        unsafe { atomic::add(count, 1) };
+    }
+}
+
 /// Counts a pair of probes that has fired.
 #[inline(always)]
 pub fn count_pair() {
@@ -115,9 +184,9 @@ pub fn process(target: u16, pid_tgid: u64) -> u32 {
     (pid_tgid >> 32) as u32
 }
 
-/// Counts one finished call; `elapsed_ns` of a failed one is not used.
+/// Counts one finished call that returned `result`; `elapsed_ns` of a failed one is not used.
 #[inline(always)]
-pub fn record(key: &CopyKey, bytes: u64, elapsed_ns: u64, failed: bool) {
+pub fn record(key: &CopyKey, bytes: u64, elapsed_ns: u64, result: u32) {
     let Some(stat) = stat(key) else {
         lost(Lost::CopiesFull);
         return;
@@ -126,8 +195,9 @@ pub fn record(key: &CopyKey, bytes: u64, elapsed_ns: u64, failed: bool) {
     // below BUCKETS.
     unsafe {
         atomic::add(&raw mut (*stat).calls, 1);
-        if failed {
+        if result != 0 {
             atomic::add(&raw mut (*stat).errors, 1);
+            (&raw mut (*stat).last_error).write_volatile(result as u64);
             return;
         }
         atomic::add(&raw mut (*stat).bytes, bytes);
@@ -136,6 +206,19 @@ pub fn record(key: &CopyKey, bytes: u64, elapsed_ns: u64, failed: bool) {
         let bucket = cmt_common::histogram::bucket_of(elapsed_ns);
         if bucket < BUCKETS {
             atomic::add((&raw mut (*stat).buckets).cast::<u64>().add(bucket), 1);
+        }
+    }
+}
+
+/// Counts a wait of `wait_ns` that ended `until_ns` after the copy before it had begun.
+#[inline(always)]
+pub fn record_wait(key: &CopyKey, wait_ns: u64, until_ns: u64) {
+    if let Some(stat) = COPIES.get_ptr_mut(key) {
+        // SAFETY: as in `record`.
+        unsafe {
+            atomic::add(&raw mut (*stat).waited, 1);
+            atomic::add(&raw mut (*stat).wait_ns, wait_ns);
+            atomic::add(&raw mut (*stat).until_ns, until_ns);
         }
     }
 }

@@ -33,6 +33,9 @@ build() {
         -fno-builtin-malloc
     build libconfine.so confine.c -shared -fPIC
     build victim-contain contain.c
+    build victim-kinds kinds.c -L"$libs" -lcuda
+    build libevery.so every.c -DLIBRARY -shared -fPIC -fno-ipa-icf
+    build victim-every every.c -ldl
     build victim-jumper jumper.c -rdynamic -fno-omit-frame-pointer
     build victim-nocuda sleeper.c
     build victim-static sleeper.c -static

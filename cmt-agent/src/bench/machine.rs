@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::wire::Device;
 use crate::cpus::Cpus;
+use crate::link::Link;
 
 /// What figures depend on. What is not known is none.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -44,17 +45,6 @@ pub struct Machine {
     pub kernel: Option<String>,
     /// Transparent huge pages: always, madvise or never.
     pub huge_pages: Option<String>,
-}
-
-/// A PCIe link.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Link {
-    /// As in `32.0 GT/s PCIe`.
-    pub speed: String,
-    /// Generation by that speed.
-    pub generation: Option<u32>,
-    /// Lanes.
-    pub width: u32,
 }
 
 impl Machine {
@@ -154,27 +144,6 @@ impl Machine {
     }
 }
 
-impl Link {
-    fn parse(speed: String, width: &str) -> Option<Self> {
-        // PCI Express Base Specification 6.0: transfers per second and lane by generation.
-        let generation = match speed.split_whitespace().next()? {
-            "2.5" => Some(1),
-            "5.0" | "5" => Some(2),
-            "8.0" | "8" => Some(3),
-            "16.0" | "16" => Some(4),
-            "32.0" | "32" => Some(5),
-            "64.0" | "64" => Some(6),
-            _ => None,
-        };
-        let width = width.parse().ok().filter(|&width| width > 0)?;
-        Some(Self {
-            speed,
-            generation,
-            width,
-        })
-    }
-}
-
 fn read(path: impl AsRef<Path>) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let text = text.trim();
@@ -230,13 +199,6 @@ fn caches() -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_link_is_read_and_nonsense_is_none() {
-        let link = Link::parse("32.0 GT/s PCIe".to_owned(), "16").expect("a link");
-        assert_eq!((link.generation, link.width), (Some(5), 16));
-        assert_eq!(Link::parse("Unknown".to_owned(), "0"), None);
-    }
 
     #[test]
     fn lists_are_counted_and_choices_found() {

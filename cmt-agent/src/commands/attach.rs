@@ -127,7 +127,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
 
     let tracing = !(args.before.is_zero() && args.after.is_zero());
     let tracer = tracing
-        .then(|| Tracer::start(Targets::Pids(vec![args.pid])))
+        .then(|| Tracer::start(Targets::Pids(vec![args.pid]), false))
         .transpose()?;
     let before = window(tracer.as_ref(), "before", args.before)?;
     if before.interrupted {

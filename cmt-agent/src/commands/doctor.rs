@@ -73,8 +73,8 @@ fn state(check: &Check) -> String {
 
 fn explain(check: &Check) -> String {
     let mut lines = vec![check.found.clone()];
-    lines.extend(check.meaning.map(str::to_string));
-    lines.extend(check.remedy.map(|remedy| format!("-> {remedy}")));
+    lines.extend(check.meaning.as_deref().map(str::to_owned));
+    lines.extend(check.remedy.as_ref().map(|remedy| format!("-> {remedy}")));
     lines.join("\n")
 }
 

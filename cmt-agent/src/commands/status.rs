@@ -9,7 +9,8 @@ use cmt_common::control::{PASS_REASON_NAMES, state};
 use comfy_table::{Table, presets};
 use serde::Serialize;
 
-use crate::injector::{self, ControlMap};
+use crate::injector::{self, ControlMap, InjectError};
+use crate::probes::rights::{self, Deed};
 use crate::target::{Target, TargetError};
 use crate::{pipe, profile};
 
@@ -69,7 +70,8 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     };
     if unseen > 0 {
         eprintln!(
-            "cmt: {unseen} processes may not be looked at; run cmt as root (sudo cmt status) to see whether they are attached"
+            "cmt: {unseen} processes may not be inspected, so they may be attached too: {}",
+            rights::refusal(Deed::Look { own: false })
         );
     }
     let text = if args.json {
@@ -105,7 +107,10 @@ fn all() -> anyhow::Result<(Vec<Process>, usize)> {
             continue;
         };
         match Target::look_at(pid) {
-            Ok(target) => attached.extend(attached_one(target)),
+            Ok(target) => match attached_one(target) {
+                Err(InjectError::NotAllowed { .. }) => unseen += 1,
+                found => attached.extend(found.ok().flatten()),
+            },
             Err(TargetError::NoPermission { .. }) => unseen += 1,
             Err(_) => {} // No program that could be attached to.
         }
@@ -113,11 +118,13 @@ fn all() -> anyhow::Result<(Vec<Process>, usize)> {
     Ok((attached, unseen))
 }
 
-fn attached_one(mut target: Target) -> Option<Process> {
-    let control = injector::find_control(&mut target).ok()??;
-    injector::check_owner(&target, &control).ok()?;
+fn attached_one(mut target: Target) -> Result<Option<Process>, InjectError> {
+    let Some(control) = injector::find_control(&mut target)? else {
+        return Ok(None);
+    };
+    injector::check_owner(&target, &control)?;
     let left = control.state.load(Ordering::Acquire) == state::STOPPED;
-    (!left).then(|| describe(&target, &control))
+    Ok((!left).then(|| describe(&target, &control)))
 }
 
 fn describe(target: &Target, control: &ControlMap) -> Process {

@@ -1,6 +1,8 @@
 //! `cmt trace`: which copies live processes make, from which memory, and how long they take.
 
+use std::fs::{self, File};
 use std::io::{self, IsTerminal as _};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -11,9 +13,10 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at, sleep_unti
 
 use crate::pipe;
 use crate::trace::intervals::{Form, Intervals};
+use crate::trace::record::{Recorded, Recorder};
 use crate::trace::report::Report;
 use crate::trace::view::{self, View, Wish};
-use crate::trace::{Snapshot, Targets, Tracer, duration, table};
+use crate::trace::{Snapshot, Targets, Tracer, duration, hgrm, table};
 
 /// How often the view shows something new.
 const REFRESH: Duration = Duration::from_secs(1);
@@ -43,6 +46,15 @@ pub struct Args {
     /// Print the report at the end only, on a terminal too
     #[arg(long)]
     no_live: bool,
+    /// Print each single copy as a line of JSON, and no report
+    #[arg(long, conflicts_with_all = ["json", "interval"])]
+    events: bool,
+    /// Write each single copy to a file that ui.perfetto.dev opens
+    #[arg(long, value_name = "FILE")]
+    perfetto: Option<PathBuf>,
+    /// Write the latencies as HdrHistogram does: all to FILE (.hgrm), and each direction and kind of memory beside it
+    #[arg(long, value_name = "FILE")]
+    hgrm: Option<PathBuf>,
 }
 
 fn interval_length(text: &str) -> Result<Duration, String> {
@@ -82,6 +94,9 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     for warning in &whole.warnings {
         eprintln!("cmt: warning: {warning}");
     }
+    if let Some(path) = &args.hgrm {
+        write_hgrm(path, &whole)?;
+    }
     let report = Report::new(&whole, pair_ns);
     let unprobed = unprobed(&whole, &targets);
     if args.json {
@@ -91,7 +106,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         if args.interval.is_none() {
             pipe::print(&(serde_json::to_string(&report)? + "\n"))?;
         }
-    } else if unprobed.is_none() {
+    } else if unprobed.is_none() && !args.events {
         pipe::print(&table::render(&whole, &report, &targets))?;
     }
     match unprobed {
@@ -126,6 +141,35 @@ fn unprobed(whole: &Snapshot, targets: &Targets) -> Option<String> {
     ))
 }
 
+fn create(path: &Path) -> anyhow::Result<File> {
+    File::create(path)
+        .with_context(|| format!("{} cannot be written; nothing was traced", path.display()))
+}
+
+fn say_recorded(recorded: Recorded) {
+    eprint!("cmt: {} copies written", recorded.copies);
+    match recorded.dropped {
+        0 => eprintln!(),
+        dropped => eprintln!(", {dropped} came too fast and were DROPPED (the report counts them)"),
+    }
+}
+
+fn write_hgrm(path: &Path, whole: &Snapshot) -> anyhow::Result<()> {
+    let files = hgrm::files(path, whole);
+    for (path, text) in &files {
+        fs::write(path, text).with_context(|| format!("{} cannot be written", path.display()))?;
+    }
+    let names: Vec<String> = files
+        .iter()
+        .map(|(path, _)| path.display().to_string())
+        .collect();
+    match names.is_empty() {
+        true => eprintln!("cmt: no copy succeeded, so there are no latencies to write"),
+        false => eprintln!("cmt: latencies written to {}", names.join(", ")),
+    }
+    Ok(())
+}
+
 /// What is shown while the trace runs.
 enum Output {
     Nothing,
@@ -148,7 +192,7 @@ impl Output {
         if args.interval.is_some() {
             return Ok(Self::Intervals(Intervals::new(form, pair_ns)));
         }
-        if args.json || args.no_live || !view::is_possible() {
+        if args.json || args.events || args.no_live || !view::is_possible() {
             return Ok(Self::Nothing);
         }
         let view = View::open(targets.clone(), args.duration, pair_ns)
@@ -202,7 +246,15 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 async fn trace(args: &Args, targets: &Targets) -> anyhow::Result<Option<(Snapshot, Option<u64>)>> {
     // From here on Ctrl-C ends the trace instead of the process, so that what was seen is not lost.
     let mut signals = Signals::new()?;
-    let tracer = Tracer::start(targets.clone())?;
+    let perfetto = match &args.perfetto {
+        Some(path) => Some(create(path)?),
+        None => None,
+    };
+    let telling = args.events || perfetto.is_some();
+    let mut tracer = Tracer::start(targets.clone(), telling)?;
+    let recorder = tracer
+        .take_events()
+        .map(|events| Recorder::start(events, args.events, perfetto));
     let pair_ns = tracer.pair_ns();
     let mut output = Output::new(args, targets, pair_ns)?;
     match output {
@@ -213,8 +265,12 @@ async fn trace(args: &Args, targets: &Targets) -> anyhow::Result<Option<(Snapsho
     if args.duration.is_none() && !matches!(output, Output::Live(_)) {
         eprintln!("tracing; Ctrl-C ends it");
     }
-    let mut then = until_over(args, &tracer, &mut output, &mut signals).await?;
+    let running = until_over(args, &tracer, &mut output, &mut signals, recorder.as_ref()).await;
     let whole = tracer.stop()?;
+    if let Some(recorder) = recorder {
+        say_recorded(recorder.finish().context("writing single copies")?);
+    }
+    let mut then = running?;
     if then != Then::NobodyListens && matches!(output, Output::Intervals(_)) {
         then = output.show(whole.clone())?;
     }
@@ -226,6 +282,7 @@ async fn until_over(
     tracer: &Tracer,
     output: &mut Output,
     signals: &mut Signals,
+    recorder: Option<&Recorder>,
 ) -> anyhow::Result<Then> {
     let start = Instant::now();
     let mut look = every(start, LOOK);
@@ -244,7 +301,10 @@ async fn until_over(
                 Output::Nothing => Then::GoOn,
                 _ => output.show(tracer.snapshot()?)?,
             },
-            _ = look.tick() => if tracer.ended() { Then::End } else { Then::GoOn },
+            _ = look.tick() => {
+                let is_over = tracer.ended() || recorder.is_some_and(Recorder::has_failed);
+                if is_over { Then::End } else { Then::GoOn }
+            }
         };
         if then != Then::GoOn {
             return Ok(then);

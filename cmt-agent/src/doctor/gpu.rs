@@ -1,15 +1,11 @@
-//! The CUDA side: driver, processes that use it, processors for the copies.
+//! The machine: processor, driver, processors for the copies.
 #![expect(unsafe_code, reason = "calls into libcuda")]
 
 use std::fs;
-use std::os::unix::ffi::OsStrExt;
-
-use procfs::process::{Process, all_processes};
 
 use super::Need::{Attach, Trace};
-use super::{Check, CudaProcess, State};
+use super::{Check, State};
 use crate::cpus::Cpus;
-use crate::target::{maps, text};
 
 pub(super) fn architecture() -> Check {
     const NAME: &str = "processor";
@@ -27,13 +23,13 @@ pub(super) fn driver() -> Check {
     let module = fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
     let module = module.trim();
     match (cuda_version(), module) {
-        (Some(cuda), "") => Check::new(NAME, Trace, State::Info, format!("libcuda for CUDA {cuda}")),
+        (Some(cuda), "") => Check::info(NAME, Trace, format!("libcuda for CUDA {cuda}")),
         (Some(cuda), module) => Check::ok(NAME, Trace, format!("{module}, libcuda for CUDA {cuda}")),
         (None, "") => Check::new(NAME, Trace, State::Warning, "none found").but(
             "programs on this machine cannot use a GPU; those in containers bring their own libcuda",
             "install NVIDIA's driver where the copies are to run",
         ),
-        (None, module) => Check::new(NAME, Trace, State::Info, format!("{module}, no libcuda here")),
+        (None, module) => Check::info(NAME, Trace, format!("{module}, no libcuda here")),
     }
 }
 
@@ -48,56 +44,6 @@ fn cuda_version() -> Option<String> {
     let result = unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut version) };
     (result == cudarc::driver::sys::CUresult::CUDA_SUCCESS)
         .then(|| format!("{}.{}", version / 1000, version % 1000 / 10))
-}
-
-pub(super) fn processes() -> Vec<CudaProcess> {
-    let Ok(all) = all_processes() else {
-        return Vec::new();
-    };
-    all.flatten()
-        .filter_map(|process| look_at(&process))
-        .collect()
-}
-
-/// `None` for a process that maps no CUDA library, has ended, or may not be looked at.
-fn look_at(process: &Process) -> Option<CudaProcess> {
-    if process.pid as u32 == std::process::id() {
-        return None;
-    }
-    let mut libraries = Vec::new();
-    for mapping in maps::of(process).ok()? {
-        let Some(path) = mapping.path() else {
-            continue;
-        };
-        let name = path.file_name().unwrap_or_default().as_bytes();
-        if name.starts_with(b"libcuda.so") || name.starts_with(b"libcudart.so") {
-            libraries.push(text::printable(&path.to_string_lossy()));
-        }
-    }
-    libraries.sort();
-    libraries.dedup();
-    (!libraries.is_empty()).then(|| CudaProcess {
-        pid: process.pid as u32,
-        comm: text::comm(process).unwrap_or_default(),
-        libraries,
-    })
-}
-
-pub(super) fn libraries(processes: &[CudaProcess]) -> Check {
-    const NAME: &str = "CUDA processes";
-    if processes.is_empty() {
-        return Check::new(NAME, Trace, State::Info, "none now");
-    }
-    const SHOWN: usize = 8;
-    let mut pids: Vec<String> = processes
-        .iter()
-        .take(SHOWN)
-        .map(|process| format!("{} ({})", process.pid, process.comm))
-        .collect();
-    if processes.len() > SHOWN {
-        pids.push(format!("and {} more", processes.len() - SHOWN));
-    }
-    Check::ok(NAME, Trace, pids.join(", "))
 }
 
 pub(super) fn cpus() -> Check {

@@ -1,7 +1,6 @@
 //! What the kernel is and what it lets us do: each facility is tried, not looked up.
 #![expect(unsafe_code, reason = "makes system calls that no crate wraps")]
 
-use std::ffi::CStr;
 use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -9,34 +8,22 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use aya::maps::MapType;
 use aya::programs::ProgramType;
 use aya::sys::{is_map_supported, is_program_supported};
-use procfs::KernelVersion;
 
 use super::Need::{Attach, Trace};
 use super::{Check, State};
-
-/// BPF cookies on uprobes came with it.
-const OLDEST: (u8, u8) = (5, 15);
+use crate::probes::kernel::{self, Kind};
+use crate::probes::rights::{self, Deed};
+use crate::probes::{self, ProbeError, Probes, Reach};
 
 pub(super) fn version() -> Check {
     const NAME: &str = "kernel";
-    match KernelVersion::current() {
-        Ok(KernelVersion {
-            major,
-            minor,
-            patch,
-        }) => {
-            let found = format!("{major}.{minor}.{patch}");
-            if (major, minor) >= OLDEST {
-                Check::ok(NAME, Trace, found)
-            } else {
-                Check::new(NAME, Trace, State::Failed, found).but(
-                    "probes carry BPF cookies, which came with Linux 5.15",
-                    "use a newer kernel",
-                )
-            }
-        }
-        Err(error) => Check::new(NAME, Trace, State::Warning, error.to_string()),
+    if kernel::has_cookies() {
+        return Check::ok(NAME, Trace, kernel::release());
     }
+    Check::new(NAME, Trace, State::Failed, kernel::release()).but(
+        "probes carry BPF cookies, which came with Linux 5.15",
+        "use a newer kernel",
+    )
 }
 
 pub(super) fn btf() -> Check {
@@ -70,47 +57,57 @@ pub(super) fn bpf() -> Check {
         ),
         Err(error) => Check::new(NAME, Trace, State::Failed, error).but(
             "the kernel does not let this user load BPF programs",
-            "run cmt as root, or give it CAP_BPF and CAP_PERFMON; in a container see its seccomp profile",
+            rights::refusal(Deed::Trace),
         ),
     }
 }
 
-pub(super) fn uprobes() -> Check {
-    const NAME: &str = "uprobes";
-    const TYPE: &str = "/sys/bus/event_source/devices/uprobe/type";
-    let kind = fs::read_to_string(TYPE)
-        .ok()
-        .and_then(|text| text.trim().parse().ok());
-    let Some(kind) = kind else {
-        return Check::new(NAME, Trace, State::Failed, format!("{TYPE} is missing")).but(
-            "the kernel cannot put probes into programs",
-            "use a kernel built with CONFIG_UPROBE_EVENTS; mount /sys if it is not there",
-        );
-    };
-    match open_uprobe(kind, c"/proc/self/exe") {
-        Ok(_) => Check::ok(NAME, Trace, "a probe can be opened"),
-        // Newer kernels place probes by BPF links, which is what a trace uses where it can.
-        Err(error) => Check::new(
+pub(super) fn links() -> Check {
+    const NAME: &str = "probe links";
+    match Kind::of_links(Reach::Chosen) {
+        Kind::ManySites => Check::ok(NAME, Trace, "one for many functions (Linux 6.10 or newer)"),
+        Kind::ManySitesPicking => Check::ok(
             NAME,
             Trace,
-            State::Warning,
-            format!("perf_event_open: {error}"),
-        )
-        .but(
-            "before Linux 6.6 the kernel does not let this user probe programs",
-            "run cmt as root; in a container see its seccomp profile",
+            "one for many functions and all processes (Linux 6.6 to 6.9)",
         ),
+        Kind::SingleSite => Check::info(NAME, Trace, "one for each function").but(
+            "older than Linux 6.6, or than 6.10 in a container: takes CAP_SYS_ADMIN, and longer to end",
+            "nothing, as long as uprobes below is ok",
+        ),
+    }
+}
+
+/// Does what a trace does, to this process.
+pub(super) fn uprobes() -> Check {
+    const NAME: &str = "uprobes";
+    let failed = |found: String, remedy: String| {
+        Check::new(NAME, Trace, State::Failed, found).but("no copy can be counted", remedy)
+    };
+    let mut probes = match Probes::load(Reach::Chosen, false) {
+        Ok(probes) => probes,
+        Err(ProbeError::Denied { what, reason }) => {
+            return failed(format!("the kernel refuses {what}"), reason);
+        }
+        Err(error) => return failed(error.to_string(), "see the kernel's checks above".into()),
+    };
+    let (cost, links) = probes::pair_ns(&mut probes);
+    let placed = !links.is_empty();
+    probes::detach([links]);
+    match cost {
+        Some(ns) => Check::ok(
+            NAME,
+            Trace,
+            format!("can be placed; {:.1} µs for each call", ns as f64 / 1e3),
+        ),
+        None if placed => Check::ok(NAME, Trace, "can be placed; their cost is not known"),
+        None => failed("cannot be placed".into(), rights::refusal(Deed::Trace)),
     }
 }
 
 pub(super) fn lockdown() -> Check {
     const NAME: &str = "lockdown";
-    // One word stands in brackets: none, integrity or confidentiality.
-    let text = fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default();
-    let mode = text
-        .split_once('[')
-        .and_then(|(_, rest)| rest.split_once(']'))
-        .map_or("none", |(mode, _)| mode);
+    let mode = kernel::lockdown();
     if mode != "confidentiality" {
         return Check::ok(NAME, Trace, mode);
     }
@@ -118,6 +115,23 @@ pub(super) fn lockdown() -> Check {
         "BPF programs may be kept from reading memory",
         "boot with lockdown=integrity if BPF or uprobes fail here",
     )
+}
+
+pub(super) fn sysctls() -> Check {
+    let value = |name: &str| {
+        fs::read_to_string(format!("/proc/sys/kernel/{name}"))
+            .map_or("unknown".to_owned(), |text| text.trim().to_owned())
+    };
+    Check::info(
+        "sysctl",
+        Trace,
+        format!(
+            "perf_event_paranoid {}, unprivileged_bpf_disabled {}",
+            value("perf_event_paranoid"),
+            value("unprivileged_bpf_disabled")
+        ),
+    )
+    .means("both restrict only who lacks CAP_PERFMON and CAP_BPF, which tracing takes anyway")
 }
 
 pub(super) fn memory_files() -> Check {
@@ -129,47 +143,6 @@ pub(super) fn memory_files() -> Check {
             "allow memfd_create and PROT_EXEC (vm.memfd_noexec, SELinux, seccomp)",
         ),
     }
-}
-
-/// The start of `struct perf_event_attr` (PERF_ATTR_SIZE_VER1), as a uprobe uses it.
-#[repr(C)]
-#[derive(Default)]
-struct UprobeAttr {
-    kind: u32,
-    size: u32,
-    config: u64,
-    unused: [u64; 5],
-    path: u64,
-    offset: u64,
-}
-
-/// Opens a uprobe on the first byte of a file's code without enabling it; it is gone when the descriptor is closed.
-fn open_uprobe(kind: u32, path: &CStr) -> io::Result<OwnedFd> {
-    let attr = UprobeAttr {
-        kind,
-        size: size_of::<UprobeAttr>() as u32,
-        path: path.as_ptr() as u64,
-        ..UprobeAttr::default()
-    };
-    const FD_CLOEXEC: u64 = 1 << 3;
-    const ANY_CPU: i32 = -1;
-    const NO_GROUP: i32 = -1;
-    // SAFETY: the kernel reads `size` bytes of `attr` and the NUL-terminated path; both live until it returns.
-    let fd = unsafe {
-        libc::syscall(
-            libc::SYS_perf_event_open,
-            &raw const attr,
-            libc::getpid(),
-            ANY_CPU,
-            NO_GROUP,
-            FD_CLOEXEC,
-        )
-    };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor is new and nobody else's.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
 /// Does what loading the payload takes: a memory file, written, and mapped executable.

@@ -2,11 +2,17 @@
 //!
 //! A check states what was found, what that means, and what to do about it. Nothing is changed and nothing is left behind.
 
+mod confinement;
 mod gpu;
 mod kernel;
+mod processes;
 mod rights;
 
+use std::borrow::Cow;
+
 use serde::Serialize;
+
+pub use processes::CudaProcess;
 
 /// How a check ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -44,9 +50,9 @@ pub struct Check {
     /// What was found.
     pub found: String,
     /// What it means, where it is not as it should be.
-    pub meaning: Option<&'static str>,
+    pub meaning: Option<Cow<'static, str>>,
     /// What to do about it.
-    pub remedy: Option<&'static str>,
+    pub remedy: Option<Cow<'static, str>>,
 }
 
 impl Check {
@@ -65,22 +71,24 @@ impl Check {
         Self::new(name, need, State::Ok, found)
     }
 
-    fn but(mut self, meaning: &'static str, remedy: &'static str) -> Self {
-        self.meaning = Some(meaning);
-        self.remedy = Some(remedy);
+    fn info(name: &'static str, need: Need, found: impl Into<String>) -> Self {
+        Self::new(name, need, State::Info, found)
+    }
+
+    fn means(mut self, meaning: impl Into<Cow<'static, str>>) -> Self {
+        self.meaning = Some(meaning.into());
         self
     }
-}
 
-/// A process that maps a CUDA library now.
-#[derive(Clone, Debug, Serialize)]
-pub struct CudaProcess {
-    /// Process id.
-    pub pid: u32,
-    /// Its name.
-    pub comm: String,
-    /// Paths of its libcuda and libcudart, as it sees them.
-    pub libraries: Vec<String>,
+    /// What it means, and what to do.
+    fn but(
+        mut self,
+        meaning: impl Into<Cow<'static, str>>,
+        remedy: impl Into<Cow<'static, str>>,
+    ) -> Self {
+        self.remedy = Some(remedy.into());
+        self.means(meaning)
+    }
 }
 
 /// All that was found.
@@ -100,21 +108,29 @@ pub struct Report {
 
 /// Looks at everything.
 pub fn examine() -> Report {
-    let processes = gpu::processes();
+    let processes = processes::running();
     let mut checks = vec![
         kernel::version(),
         kernel::btf(),
         kernel::bpf(),
+        kernel::links(),
         kernel::uprobes(),
         kernel::lockdown(),
+        kernel::sysctls(),
         kernel::memory_files(),
     ];
     checks.extend(rights::capabilities());
     checks.extend([
         rights::ptrace_scope(),
+        confinement::user_namespace(),
+        confinement::pid_namespace(),
+        confinement::process_folder(),
+        confinement::system_calls(),
+        confinement::security_module(),
         gpu::architecture(),
         gpu::driver(),
-        gpu::libraries(&processes),
+        processes::installed(),
+        processes::check(&processes),
         gpu::cpus(),
     ]);
     let works = |need| {

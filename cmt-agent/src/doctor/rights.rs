@@ -2,71 +2,89 @@
 
 use std::fs;
 
-use procfs::process::Process;
-
+use super::Check;
 use super::Need::{self, Attach, Trace};
-use super::{Check, State};
+use super::State::{self, Failed, Info, Warning};
+use crate::probes::rights::{Capability, Standing};
 
-const CAP_SYS_PTRACE: u64 = 1 << 19;
-const CAP_SYS_ADMIN: u64 = 1 << 21;
-const CAP_PERFMON: u64 = 1 << 38;
-const CAP_BPF: u64 = 1 << 39;
-const CAP_CHECKPOINT_RESTORE: u64 = 1 << 40;
-
-struct Capability {
-    name: &'static str,
+struct Wanted {
+    capability: Capability,
     need: Need,
-    /// Each of these is enough.
-    any_of: u64,
+    /// How it ends where it is missing.
+    without: State,
     meaning: &'static str,
 }
 
-/// From capabilities(7); CAP_SYS_ADMIN includes CAP_BPF and CAP_PERFMON.
-const CAPABILITIES: [Capability; 4] = [
-    Capability {
-        name: "CAP_BPF",
+const WANTED: [Wanted; 7] = [
+    Wanted {
+        capability: Capability::Bpf,
         need: Trace,
-        any_of: CAP_BPF | CAP_SYS_ADMIN,
+        without: Failed,
         meaning: "BPF maps and programs cannot be created",
     },
-    Capability {
-        name: "CAP_PERFMON",
+    Wanted {
+        capability: Capability::Perfmon,
         need: Trace,
-        any_of: CAP_PERFMON | CAP_SYS_ADMIN,
-        meaning: "probes cannot be opened, and BPF programs may not read memory",
+        without: Failed,
+        meaning: "BPF programs that trace cannot be loaded",
     },
-    Capability {
-        name: "CAP_SYS_PTRACE",
+    Wanted {
+        capability: Capability::SysPtrace,
         need: Attach,
-        any_of: CAP_SYS_PTRACE,
-        meaning: "only processes of this user can be looked at, and none attached to where ptrace is restricted",
+        without: Failed,
+        meaning: "only processes of this user can be traced, not --all; none attached to where ptrace is restricted",
     },
-    Capability {
-        name: "CAP_CHECKPOINT_RESTORE",
+    Wanted {
+        capability: Capability::CheckpointRestore,
         need: Attach,
-        any_of: CAP_CHECKPOINT_RESTORE | CAP_SYS_ADMIN,
-        meaning: "the memory that cmt shares with a target cannot be opened",
+        without: Failed,
+        meaning: "the memory that cmt shares with a target cannot be opened, nor a deleted library",
+    },
+    Wanted {
+        capability: Capability::DacReadSearch,
+        need: Trace,
+        without: Warning,
+        meaning: "other users' libraries cannot be traced where they are deleted or in closed folders",
+    },
+    Wanted {
+        capability: Capability::DacOverride,
+        need: Attach,
+        without: Warning,
+        meaning: "other users' processes cannot be attached to",
+    },
+    Wanted {
+        capability: Capability::SysAdmin,
+        need: Attach,
+        without: Info,
+        meaning: "processes that see no /proc cannot be attached to",
     },
 ];
 
 pub(super) fn capabilities() -> Vec<Check> {
-    let held = Process::myself()
-        .and_then(|process| process.status())
-        .map_or(0, |status| status.capeff);
-    CAPABILITIES
-        .iter()
-        .map(|capability| check(capability, held))
-        .collect()
+    checks(&Standing::ours())
 }
 
-fn check(capability: &Capability, held: u64) -> Check {
-    if held & capability.any_of != 0 {
-        return Check::ok(capability.name, capability.need, "held");
-    }
-    Check::new(capability.name, capability.need, State::Failed, "missing").but(
-        capability.meaning,
-        "run cmt as root (sudo cmt …), or: setcap cap_bpf,cap_perfmon,cap_sys_ptrace,cap_checkpoint_restore+ep cmt",
-    )
+fn checks(ours: &Standing) -> Vec<Check> {
+    let is_missing = |wanted: &&Wanted| !wanted.capability.is_granted_by(ours.effective);
+    // One command for all of them.
+    let missing: Vec<Capability> = WANTED
+        .iter()
+        .filter(is_missing)
+        .filter(|wanted| wanted.without != Info)
+        .map(|wanted| wanted.capability)
+        .collect();
+    let check = |wanted: &Wanted| {
+        let name = wanted.capability.name();
+        if !is_missing(&wanted) {
+            return Check::ok(name, wanted.need, "held");
+        }
+        let remedy = match wanted.without {
+            Info => ours.grant(&[wanted.capability], &[]),
+            _ => ours.grant(&missing, &[]),
+        };
+        Check::new(name, wanted.need, wanted.without, "missing").but(wanted.meaning, remedy)
+    };
+    WANTED.iter().map(check).collect()
 }
 
 pub(super) fn ptrace_scope() -> Check {
@@ -85,7 +103,7 @@ fn scope(name: &'static str, value: &str) -> Check {
             Attach,
             format!("with CAP_SYS_PTRACE only (ptrace_scope {value})"),
         ),
-        _ => Check::new(name, Attach, State::Failed, format!("ptrace_scope {value}")).but(
+        _ => Check::new(name, Attach, Failed, format!("ptrace_scope {value}")).but(
             "no process may attach to another one until the next boot",
             "boot with kernel.yama.ptrace_scope at most 2",
         ),
@@ -96,25 +114,35 @@ fn scope(name: &'static str, value: &str) -> Check {
 mod tests {
     use super::*;
 
+    const BPF: u64 = 1 << 39;
+    const PERFMON: u64 = 1 << 38;
+    const SYS_ADMIN: u64 = 1 << 21;
+    const SYS_PTRACE: u64 = 1 << 19;
+    const CHECKPOINT_RESTORE: u64 = 1 << 40;
+    const DAC_OVERRIDE: u64 = 1 << 1;
+
     #[test]
     fn a_capability_can_be_part_of_a_wider_one() {
-        for (held, states) in [
-            (0, [State::Failed; 4]),
+        use State::Ok;
+        for (effective, states) in [
+            (0, [Failed, Failed, Failed, Failed, Warning, Warning, Info]),
+            (SYS_ADMIN, [Ok, Ok, Failed, Ok, Warning, Warning, Ok]),
             (
-                CAP_SYS_ADMIN,
-                [State::Ok, State::Ok, State::Failed, State::Ok],
+                BPF | DAC_OVERRIDE,
+                [Ok, Failed, Failed, Failed, Ok, Ok, Info],
             ),
             (
-                CAP_BPF,
-                [State::Ok, State::Failed, State::Failed, State::Failed],
-            ),
-            (
-                CAP_BPF | CAP_PERFMON | CAP_SYS_PTRACE | CAP_CHECKPOINT_RESTORE,
-                [State::Ok; 4],
+                BPF | PERFMON | SYS_PTRACE | CHECKPOINT_RESTORE,
+                [Ok, Ok, Ok, Ok, Warning, Warning, Info],
             ),
         ] {
-            let found = CAPABILITIES.each_ref().map(|one| check(one, held).state);
-            assert_eq!(found, states, "{held:#x}");
+            let standing = Standing {
+                effective,
+                bounding: u64::MAX,
+                ..Standing::ours()
+            };
+            let found: Vec<State> = checks(&standing).iter().map(|check| check.state).collect();
+            assert_eq!(found, states, "{effective:#x}");
         }
     }
 

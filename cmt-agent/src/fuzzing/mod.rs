@@ -68,10 +68,10 @@ fn loaded_by_definition(maps: &[Mapping]) -> Vec<(&str, u64)> {
 
 /// A file that a process maps as code.
 pub fn elf_file(data: &[u8]) {
-    let Ok((copies, allocations)) = library::exports(&file(data, 0)) else {
+    let Ok(found) = library::exports(&file(data, 0)) else {
         return;
     };
-    for sites in [&copies, &allocations] {
+    for sites in [&found.copies, &found.allocations, &found.waits] {
         let versions = |of: &Site| sites.iter().filter(|it| it.function == of.function).count();
         assert!(sites.iter().all(|site| versions(site) <= 4));
     }
@@ -79,11 +79,12 @@ pub fn elf_file(data: &[u8]) {
     if let Ok(plain) = copies_by_the_crate(data)
         && plain.len() <= 4
     {
-        let found: Vec<_> = copies
+        let read: Vec<_> = found
+            .copies
             .iter()
             .map(|site| (site.function, site.offset))
             .collect();
-        assert_eq!(found, plain);
+        assert_eq!(read, plain);
     }
 }
 
@@ -256,7 +257,7 @@ mod tests {
             let data = std::fs::read(path.join(library)).expect("a seed");
             let memory = Memory::of_file(file(&data, BASE));
             let symbols = Symbols::read(&memory, BASE).expect("symbols");
-            let (copies, _) = library::exports(&file(&data, 0)).expect("exports");
+            let copies = library::exports(&file(&data, 0)).expect("exports").copies;
             let name = "cuMemcpyHtoD_v2";
             let copy = symbols.get(name).expect("a copy function");
             let site = copies

@@ -125,15 +125,18 @@ pub enum InjectError {
         #[source]
         source: io::Error,
     },
-    /// The control block could not be opened, once it is there.
-    #[error(
-        "attaching needs CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN: run cmt as root (sudo cmt …); nothing was changed"
-    )]
-    NoMapFiles,
+    /// It would not do to attach, or what an attach has left may not be opened.
+    #[error("process {pid} may not be {what}: {reason}")]
+    NotAllowed {
+        /// Which.
+        pid: u32,
+        /// What was to be done with it.
+        what: &'static str,
+        /// Why, and the remedy.
+        reason: String,
+    },
     /// The control block could not be mapped.
-    #[error(
-        "process {pid}: mapping the control block (needs CAP_SYS_ADMIN or CAP_CHECKPOINT_RESTORE; run as root)"
-    )]
+    #[error("process {pid}: mapping the control block")]
     Control {
         /// Which.
         pid: u32,

@@ -28,6 +28,7 @@ use hijack::Cave;
 use load::{load, restart};
 pub use threads::{ThreadError, reap_the_ended};
 
+use crate::probes::rights::{self, Deed};
 use crate::target::{Target, TargetError, text};
 
 /// Longest wait for a step of the bootstrap and for commands that do not drain copies.
@@ -65,12 +66,13 @@ pub struct Detached {
     pub pause: Duration,
 }
 
-/// Whether the kernel lets us open `/proc/PID/map_files` (proc(5)).
-fn may_open_maps() -> bool {
-    const NEEDED: u64 = 1 << 40 | 1 << 21; // CAP_CHECKPOINT_RESTORE, CAP_SYS_ADMIN
-    procfs::process::Process::myself()
-        .and_then(|process| text::status(&process))
-        .is_ok_and(|status| status.capeff & NEEDED != 0)
+/// Refuses a deed that takes what this process lacks.
+fn check_allowed(pid: u32, what: &'static str, deed: Deed) -> Result<(), InjectError> {
+    if rights::may(deed) {
+        return Ok(());
+    }
+    let reason = rights::refusal(deed);
+    Err(InjectError::NotAllowed { pid, what, reason })
 }
 
 /// Keeps a second `cmt` away from the same target; released when dropped, or when this process dies.
@@ -85,6 +87,7 @@ pub fn find_control(target: &mut Target) -> Result<Option<ControlMap>, InjectErr
     let pid = target.pid;
     let mut stopped = None;
     for address in target.control_addresses().into_iter().take(MOST_BLOCKS) {
+        check_allowed(pid, "inspected", Deed::OpenControl)?;
         let control = ControlMap::open(target, address)?;
         // A bootstrap that was given up leaves a block without an entry.
         if control.magic.load(Ordering::Acquire) != MAGIC
@@ -106,11 +109,15 @@ pub fn find_control(target: &mut Target) -> Result<Option<ControlMap>, InjectErr
 
 /// Refuses what cannot be attached to for what an earlier attach left in it. Changes nothing.
 pub fn check_attachable(target: &mut Target) -> Result<(), InjectError> {
-    if !may_open_maps() {
-        return Err(InjectError::NoMapFiles);
+    let to_load = match target.sees_proc() {
+        true => Deed::OpenControl,
+        false => Deed::AttachWithoutProc,
+    };
+    if !rights::may(Deed::OpenControl) {
+        return check_allowed(target.pid, "attached to", to_load);
     }
     let Some(control) = find_control(target)? else {
-        return Ok(());
+        return check_allowed(target.pid, "attached to", to_load);
     };
     check_owner(target, &control)?;
     let enabled = control.state.load(Ordering::Acquire) == state::ENABLED;

@@ -11,15 +11,15 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
 
-use cmt_common::api::{ALLOC_FNS, COPY_FNS};
+use cmt_common::api::{ALLOC_FNS, COPY_FNS, SYNC_FNS};
 use object::read::elf::{FileHeader as _, ProgramHeader as _, SectionHeader as _, Sym as _};
 use object::{Endianness, ReadCache, ReadRef, elf};
 
 use super::ProbeError;
+use super::first::probe_at;
 use crate::target::file::{Access, open_regular, path_of};
 use crate::target::maps::{FileId, Mapping};
 use crate::target::text::printable;
@@ -60,6 +60,21 @@ pub struct Library {
     file: Arc<File>,
     pub(super) copies: Vec<Site>,
     pub(super) allocations: Vec<Site>,
+    pub(super) waits: Vec<Site>,
+}
+
+/// The functions that a file exports, by table.
+#[derive(Default)]
+pub(crate) struct Exports {
+    pub copies: Vec<Site>,
+    pub allocations: Vec<Site>,
+    pub waits: Vec<Site>,
+}
+
+impl Exports {
+    fn tables(&mut self) -> [&mut Vec<Site>; 3] {
+        [&mut self.copies, &mut self.allocations, &mut self.waits]
+    }
 }
 
 impl Mapped {
@@ -112,31 +127,34 @@ impl Library {
                     opened = Some(file);
                     break;
                 }
+                // That it may not be opened says more than that its path names nothing.
+                Err(_) if error.kind() == io::ErrorKind::PermissionDenied => {}
                 Err(found) => error = found,
             }
         }
         let file = opened.ok_or_else(|| failed(error))?;
-        let (mut copies, mut allocations) = match exports(&file) {
+        let mut found = match exports(&file) {
             Ok(found) => found,
             // Not an ELF file of this machine: a JIT's cache, a Java archive.
             Err(_) => return Ok(None),
         };
-        if copies.is_empty() {
+        if found.copies.is_empty() {
             return Ok(None);
         }
-        for site in copies.iter_mut().chain(&mut allocations) {
-            site.offset = behind_endbr(&file, site.offset).map_err(failed)?;
-        }
-        // Two names of one address would count each call twice.
-        for sites in [&mut copies, &mut allocations] {
+        for sites in found.tables() {
+            for site in &mut *sites {
+                site.offset = probe_at(&file, site.offset).map_err(failed)?;
+            }
+            // Two names of one address would count each call twice.
             sites.sort_by_key(|site| (site.offset, site.function));
             sites.dedup_by_key(|site| site.offset);
         }
         Ok(Some(Self {
             mapped: mapped.clone(),
             file: Arc::new(file),
-            copies,
-            allocations,
+            copies: found.copies,
+            allocations: found.allocations,
+            waits: found.waits,
         }))
     }
 
@@ -155,7 +173,7 @@ impl Library {
 
     /// Number of functions that get probes.
     pub fn functions(&self) -> usize {
-        self.copies.len() + self.allocations.len()
+        self.copies.len() + self.allocations.len() + self.waits.len()
     }
 }
 
@@ -164,6 +182,7 @@ impl Library {
 enum Known {
     Copy(usize),
     Allocation(usize),
+    Wait(usize),
 }
 
 static KNOWN: LazyLock<HashMap<&'static [u8], Known>> = LazyLock::new(|| {
@@ -175,23 +194,27 @@ static KNOWN: LazyLock<HashMap<&'static [u8], Known>> = LazyLock::new(|| {
         .iter()
         .enumerate()
         .map(|(index, function)| (function.name.as_bytes(), Known::Allocation(index)));
-    copies.chain(allocations).collect()
+    let waits = SYNC_FNS
+        .iter()
+        .enumerate()
+        .map(|(index, function)| (function.name.as_bytes(), Known::Wait(index)));
+    copies.chain(allocations).chain(waits).collect()
 });
 
 /// Bytes of the longest name in the tables.
 static LONGEST: LazyLock<usize> =
     LazyLock::new(|| KNOWN.keys().map(|name| name.len()).max().unwrap_or(0));
 
-/// File offsets of the exported functions that the tables know: copies, allocations.
+/// File offsets of the exported functions that the tables know.
 ///
 /// The numbers of segments and sections are taken from the header alone: files that are no libraries have wider ones.
-pub(crate) fn exports(file: &File) -> object::Result<(Vec<Site>, Vec<Site>)> {
+pub(crate) fn exports(file: &File) -> object::Result<Exports> {
     let data = &ReadCache::new(file);
     let header = elf::FileHeader64::<Endianness>::parse(data)?;
     let endian = header.endian()?;
-    let (mut copies, mut allocations) = (Vec::new(), Vec::new());
+    let mut found = Exports::default();
     if header.e_machine(endian) != elf::EM_X86_64 {
-        return Ok((copies, allocations));
+        return Ok(found);
     }
     let segments: &[elf::ProgramHeader64<Endianness>] = data
         .read_slice_at(header.e_phoff(endian), header.e_phnum(endian).into())
@@ -203,13 +226,13 @@ pub(crate) fn exports(file: &File) -> object::Result<(Vec<Site>, Vec<Site>)> {
         .iter()
         .find(|section| section.sh_type(endian) == elf::SHT_DYNSYM)
     else {
-        return Ok((copies, allocations));
+        return Ok(found);
     };
     let Some(names) = sections.get(symbols.sh_link(endian) as usize) else {
-        return Ok((copies, allocations));
+        return Ok(found);
     };
     if symbols.sh_size(endian) > MOST_SYMBOLS || names.sh_size(endian) > MOST_NAMES {
-        return Ok((copies, allocations));
+        return Ok(found);
     }
     let names = names.data(endian, data)?;
     let symbols: &[elf::Sym64<Endianness>] = symbols.data_as_array(endian, data)?;
@@ -229,12 +252,14 @@ pub(crate) fn exports(file: &File) -> object::Result<(Vec<Site>, Vec<Site>)> {
         if *version > MOST_VERSIONS {
             continue;
         }
-        match known {
-            Known::Copy(function) => copies.push(Site { function, offset }),
-            Known::Allocation(function) => allocations.push(Site { function, offset }),
-        }
+        let (table, function) = match known {
+            Known::Copy(function) => (&mut found.copies, function),
+            Known::Allocation(function) => (&mut found.allocations, function),
+            Known::Wait(function) => (&mut found.waits, function),
+        };
+        table.push(Site { function, offset });
     }
-    Ok((copies, allocations))
+    Ok(found)
 }
 
 /// The name that begins at `offset`, if the tables know it.
@@ -260,13 +285,4 @@ fn file_offset(
             }
             segment.p_offset(endian).checked_add(within)
         })
-}
-
-/// Where to probe a function that starts at `offset`: behind an `endbr64`. The kernel emulates the usual first
-/// instructions but has to single-step this one, which makes a probe seven times as expensive.
-fn behind_endbr(file: &File, offset: u64) -> io::Result<u64> {
-    const ENDBR64: [u8; 4] = [0xf3, 0x0f, 0x1e, 0xfa];
-    let mut first = [0; 4];
-    file.read_exact_at(&mut first, offset)?;
-    Ok(if first == ENDBR64 { offset + 4 } else { offset })
 }

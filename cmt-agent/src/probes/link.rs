@@ -39,6 +39,13 @@ pub struct Links {
     pub(super) links: Vec<Link>,
 }
 
+impl Links {
+    /// True if there is no probe in them.
+    pub fn is_empty(&self) -> bool {
+        self.links.is_empty()
+    }
+}
+
 /// Undone when it is dropped.
 #[expect(dead_code, reason = "the values are held for their drop only")]
 pub(super) enum Link {

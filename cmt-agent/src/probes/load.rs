@@ -1,13 +1,13 @@
 //! Loads the BPF programs, in the way that the links need which this kernel has.
 #![expect(
     unsafe_code,
-    reason = "aya 0.14 cannot name an attach type for a uprobe program, so one program load is a bare system call"
+    reason = "aya 0.14 cannot name an attach type for a uprobe program, nor try to open one: bare system calls"
 )]
 
 use std::collections::HashSet;
 use std::ffi::CStr;
-use std::mem;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+use std::{fs, io, mem};
 
 use aya::Ebpf;
 use aya::maps::Map;
@@ -16,56 +16,18 @@ use aya_obj::generated::{
     bpf_attach_type::BPF_TRACE_UPROBE_MULTI, bpf_attr, bpf_cmd, bpf_insn, bpf_prog_type,
 };
 
+pub(super) use super::kernel::Kind;
 use super::link::bpf;
-use super::programs::{OBJECT, PROGRAMS, Reach, system_error};
-use super::{ProbeError, in_first_pid_namespace};
-
-/// Makes any kernel behave like an old one, for tests: `single` as before 6.6, `filter` as before 6.10.
-const PRETEND: &str = "CMT_PRETEND_KERNEL";
-
-/// The links that work here.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// One link a function: the only ones before Linux 6.6.
-    SingleSite,
-    /// Links with many sites whose process filter lets one thread through only, as from 6.6 to 6.9. So they fire for all
-    /// processes, and the programs pick.
-    ManySitesPicking,
-    /// Links with many sites.
-    ManySites,
-}
-
-impl Kind {
-    /// Asks the kernel for its version.
-    pub fn of_links(reach: Reach) -> Self {
-        let version = match std::env::var(PRETEND).as_deref() {
-            Ok("single") => (5, 15),
-            Ok("filter") => (6, 8),
-            _ => kernel_version(),
-        };
-        match reach {
-            _ if version < (6, 6) => Self::SingleSite,
-            Reach::All => Self::ManySites,
-            Reach::Chosen if version >= (6, 10) => Self::ManySites,
-            Reach::Chosen if in_first_pid_namespace() => Self::ManySitesPicking,
-            // The programs would not know the chosen ones by the ids that they have here.
-            Reach::Chosen => Self::SingleSite,
-        }
-    }
-}
-
-fn kernel_version() -> (u32, u32) {
-    let release = nix::sys::utsname::uname()
-        .map(|name| name.release().to_string_lossy().into_owned())
-        .unwrap_or_default();
-    let mut numbers = release
-        .split(|c: char| !c.is_ascii_digit())
-        .filter_map(|part| part.parse::<u32>().ok());
-    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
-}
+use super::programs::{OBJECT, PROGRAMS, system_error};
+use super::rights::{self, Deed};
+use super::{ProbeError, kernel};
 
 /// Loads the programs for single-site links: aya's own way.
 pub(super) fn single(ebpf: &mut Ebpf) -> Result<(), ProbeError> {
+    if !kernel::has_cookies() {
+        let (major, minor) = kernel::version();
+        return Err(ProbeError::TooOld { major, minor });
+    }
     for name in PROGRAMS {
         let program: &mut UProbe = ebpf
             .program_mut(name)
@@ -85,6 +47,61 @@ pub(super) fn single(ebpf: &mut Ebpf) -> Result<(), ProbeError> {
             Err(error) => return Err(ProbeError::of("BPF programs", system_error(error))),
         }
     }
+    open_uprobe().map_err(|error| match error.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => ProbeError::Denied {
+            what: "a uprobe",
+            reason: rights::refusal(Deed::TraceBySingleLinks),
+        },
+        _ => ProbeError::Unsupported {
+            what: "a uprobe",
+            source: error,
+        },
+    })
+}
+
+/// The start of `struct perf_event_attr` (PERF_ATTR_SIZE_VER1), as a uprobe uses it.
+#[repr(C)]
+#[derive(Default)]
+struct UprobeAttr {
+    kind: u32,
+    size: u32,
+    config: u64,
+    unused: [u64; 5],
+    path: u64,
+    offset: u64,
+}
+
+/// Opens a uprobe on the first byte of this program's code without enabling it, and closes it again.
+///
+/// Where this is refused every single-site link is: since Linux 6.16, and in what older series got of it, it takes
+/// CAP_SYS_ADMIN ("perf: Revert to requiring CAP_SYS_ADMIN for uprobes"), which links with many sites do not.
+fn open_uprobe() -> io::Result<()> {
+    let kind = fs::read_to_string("/sys/bus/event_source/devices/uprobe/type")?;
+    let attr = UprobeAttr {
+        kind: kind.trim().parse().map_err(io::Error::other)?,
+        size: size_of::<UprobeAttr>() as u32,
+        path: c"/proc/self/exe".as_ptr() as u64,
+        ..UprobeAttr::default()
+    };
+    const FD_CLOEXEC: u64 = 1 << 3;
+    const ANY_CPU: i32 = -1;
+    const NO_GROUP: i32 = -1;
+    // SAFETY: the kernel reads `size` bytes of `attr` and the NUL-terminated path; both live until it returns.
+    let fd = unsafe {
+        libc::syscall(
+            libc::SYS_perf_event_open,
+            &raw const attr,
+            libc::getpid(),
+            ANY_CPU,
+            NO_GROUP,
+            FD_CLOEXEC,
+        )
+    };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is new and nobody else's.
+    drop(unsafe { OwnedFd::from_raw_fd(fd as i32) });
     Ok(())
 }
 

@@ -7,11 +7,12 @@
 use std::path::Path;
 
 use aya::maps::{
-    Array, HashMap, LpmTrie, Map, MapData, MapError, PerCpuArray, PerCpuValues, lpm_trie,
+    Array, HashMap, LpmTrie, Map, MapData, MapError, PerCpuArray, PerCpuValues, RingBuf, lpm_trie,
 };
 use aya::{Ebpf, Pod};
 use cmt_common::api::MemoryKind;
-use cmt_common::event::{Call, CopyKey, CopyStat, LOST_REASONS, Lost, MOST_NESTED};
+use cmt_common::event::{Call, CopyEvent, CopyKey, CopyStat, LOST_REASONS, Lost, MOST_NESTED};
+use cmt_common::kernel::{Layout, Survey};
 use cmt_common::range::{PID_BITS, RESERVED, RangeKey, RangePrefix, RangeValue, next_part};
 
 use super::ProbeError;
@@ -28,6 +29,8 @@ macro_rules! pod {
 }
 pod!(
     CallPod(Call),
+    LayoutPod(Layout),
+    SurveyPod(Survey),
     KeyPod(CopyKey),
     StatPod(CopyStat),
     RangeKeyPod(RangeKey),
@@ -47,6 +50,9 @@ pub struct Maps {
     pairs: PerCpuArray<MapData, u64>,
     phase: Array<MapData, u32>,
     lost: Array<MapData, u64>,
+    layout: Array<MapData, LayoutPod>,
+    survey: Array<MapData, SurveyPod>,
+    earlier: HashMap<MapData, u32, u8>,
     targets: Array<MapData, u32>,
     prefixes: LpmTrie<MapData, PrefixPod, u32>,
     ranges: HashMap<MapData, RangeKeyPod, RangeValuePod>,
@@ -63,6 +69,9 @@ impl Maps {
             pairs: take(ebpf, "PAIRS")?,
             phase: take(ebpf, "PHASE")?,
             lost: take(ebpf, "LOST")?,
+            layout: take(ebpf, "LAYOUT")?,
+            survey: take(ebpf, "SURVEY")?,
+            earlier: take(ebpf, "EARLIER")?,
             targets: take(ebpf, "TARGETS")?,
             prefixes: take(ebpf, "PREFIXES")?,
             ranges: take(ebpf, "RANGES")?,
@@ -161,6 +170,29 @@ impl Maps {
             .map_err(|error| map_error("PHASE", error))
     }
 
+    /// Tells the programs how this kernel lays out what they read of it.
+    pub(super) fn set_layout(&mut self, layout: &Layout) -> Result<(), ProbeError> {
+        self.layout
+            .set(0, LayoutPod(*layout), 0)
+            .map_err(|error| map_error("LAYOUT", error))
+    }
+
+    /// What the surveying program found last.
+    pub(super) fn survey(&self) -> Result<Survey, ProbeError> {
+        let found = self
+            .survey
+            .get(&0, 0)
+            .map_err(|error| map_error("SURVEY", error))?;
+        Ok(found.0)
+    }
+
+    /// Tells the programs that memory of process `pid` may have been registered before anybody looked.
+    pub fn mark_earlier(&mut self, pid: u32) -> Result<(), ProbeError> {
+        self.earlier
+            .insert(pid, 1, 0)
+            .map_err(|error| map_error("EARLIER", error))
+    }
+
     /// Makes target `number` count under `pid`.
     pub fn name_target(&mut self, number: u16, pid: u32) -> Result<(), ProbeError> {
         self.targets
@@ -252,6 +284,8 @@ impl Maps {
 
     /// Forgets all ranges of a process.
     pub fn forget_process(&mut self, pid: u32) {
+        // Most processes are not in it.
+        let _ = self.earlier.remove(&pid);
         let starts: Vec<u64> = self
             .ranges
             .keys()
@@ -262,6 +296,38 @@ impl Maps {
         for start in starts {
             self.forget_range(pid, start);
         }
+    }
+}
+
+/// The ring of single copies.
+pub struct Events {
+    ring: RingBuf<MapData>,
+    dropped: Array<MapData, u64>,
+}
+
+impl Events {
+    /// Takes it from a loaded object.
+    pub(super) fn take(ebpf: &mut Ebpf) -> Result<Self, ProbeError> {
+        Ok(Self {
+            ring: take(ebpf, "EVENTS")?,
+            dropped: take(ebpf, "DROPPED")?,
+        })
+    }
+
+    /// The next copy, oldest first; `None` where there is none for now.
+    pub fn next(&mut self) -> Option<CopyEvent> {
+        let item = self.ring.next()?;
+        // SAFETY: a repr(C) structure of integers: any bytes are a value. The ring aligns to 8 bytes, and nothing here
+        // depends on it.
+        (item.len() >= size_of::<CopyEvent>())
+            .then(|| unsafe { item.as_ptr().cast::<CopyEvent>().read_unaligned() })
+    }
+
+    /// Copies that found no room in the ring so far.
+    pub fn dropped(&self) -> Result<u64, ProbeError> {
+        self.dropped
+            .get(&0, 0)
+            .map_err(|error| map_error("DROPPED", error))
     }
 }
 

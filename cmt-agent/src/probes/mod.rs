@@ -2,11 +2,15 @@
 //!
 //! Knows libraries, programs and links; knows nothing of what is counted (that is `trace`).
 
+mod btf;
 mod cost;
+mod first;
+pub(crate) mod kernel;
 pub(crate) mod library;
 mod link;
 mod load;
 mod maps;
+mod pages;
 mod programs;
 pub mod rights;
 
@@ -18,7 +22,8 @@ use thiserror::Error;
 pub use cost::pair_ns;
 pub use library::{Library, Mapped};
 pub use link::{Links, Target, detach};
-pub use maps::{CopyStats, Maps};
+pub use maps::{CopyStats, Events, Maps};
+pub use pages::learn;
 pub use programs::{Probes, Reach};
 
 /// Why probes could not be placed.
@@ -41,6 +46,16 @@ pub enum ProbeError {
         what: &'static str,
         /// What the kernel said.
         source: io::Error,
+    },
+    /// Probes carry no cookies.
+    #[error(
+        "Linux {major}.{minor} is too old to trace: probes carry BPF cookies, which came with Linux 5.15; use a newer kernel"
+    )]
+    TooOld {
+        /// Of its version.
+        major: u32,
+        /// Of its version.
+        minor: u32,
     },
     /// The verifier refused a program: a fault of cmt, or a kernel that is too old.
     #[error("the kernel's verifier refuses program {program}: {log}")]
@@ -80,12 +95,17 @@ pub enum ProbeError {
 }
 
 impl ProbeError {
+    /// Whether a library may not be read.
+    pub fn is_denied(&self) -> bool {
+        matches!(self, Self::Library { source, .. } if source.kind() == io::ErrorKind::PermissionDenied)
+    }
+
     /// The error for a failed system call that was to do `what`.
     fn of(what: &'static str, source: io::Error) -> Self {
         match source.raw_os_error() {
             Some(libc::EPERM | libc::EACCES) => Self::Denied {
                 what,
-                reason: rights::reason(),
+                reason: rights::refusal(rights::Deed::Trace),
             },
             _ => Self::Unsupported { what, source },
         }

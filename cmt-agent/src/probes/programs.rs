@@ -9,14 +9,14 @@ use aya::programs::uprobe::{UProbeAttachLocation, UProbeAttachPoint, UProbeScope
 use aya::programs::{ProgramError, UProbe};
 use aya::{Ebpf, EbpfError, EbpfLoader};
 use aya_log::EbpfLogger;
-use cmt_common::api::ALLOC_FNS;
-use cmt_common::event::{AllocCookie, CopyCookie};
+use cmt_common::api::{ALLOC_FNS, SYNC_FNS};
+use cmt_common::event::{AllocCookie, CopyCookie, sync_cookie};
 
 use super::ProbeError;
 use super::library::{Library, Site};
 use super::link::{Link, Links, Point, Target, multi};
 use super::load::{self, Kind};
-use super::maps::Maps;
+use super::maps::{Events, Maps};
 
 pub(super) static OBJECT: &[u8] = aya::include_bytes_aligned!("../../../cmt-ebpf/cmt.bpf.o");
 
@@ -24,8 +24,19 @@ const COPY_ENTER: &str = "copy_enter";
 const COPY_LEAVE: &str = "copy_leave";
 const ALLOC_ENTER: &str = "alloc_enter";
 const ALLOC_LEAVE: &str = "alloc_leave";
+const SYNC_ENTER: &str = "sync_enter";
+const SYNC_LEAVE: &str = "sync_leave";
+const SURVEY: &str = "survey";
 /// All of them.
-pub(super) const PROGRAMS: [&str; 4] = [COPY_ENTER, COPY_LEAVE, ALLOC_ENTER, ALLOC_LEAVE];
+pub(super) const PROGRAMS: [&str; 7] = [
+    COPY_ENTER,
+    COPY_LEAVE,
+    ALLOC_ENTER,
+    ALLOC_LEAVE,
+    SYNC_ENTER,
+    SYNC_LEAVE,
+    SURVEY,
+];
 
 /// Whose calls the probes are to see; decides which kind of link works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +47,9 @@ pub enum Reach {
     All,
 }
 
+/// Bytes of the ring that single copies go through, where they are wanted: some 180,000 of them.
+const RING_BYTES: u32 = 16 << 20;
+
 /// Loaded programs and their maps.
 pub struct Probes {
     ebpf: Ebpf,
@@ -45,13 +59,16 @@ pub struct Probes {
     picking: bool,
     /// What the programs share with us.
     pub maps: Maps,
+    /// Single copies, where they are wanted and nobody has taken this yet.
+    pub events: Option<Events>,
     logger: Option<EbpfLogger<&'static dyn log::Log>>,
 }
 
 impl Probes {
-    /// Loads the embedded object.
-    pub fn load(reach: Reach) -> Result<Self, ProbeError> {
+    /// Loads the embedded object. `telling` makes the programs hand over single copies, too.
+    pub fn load(reach: Reach, telling: bool) -> Result<Self, ProbeError> {
         let level = log_level();
+        let ring_bytes = if telling { RING_BYTES } else { 4096 };
         let links = Kind::of_links(reach);
         let picking = links == Kind::ManySitesPicking;
         let mut ebpf = EbpfLoader::new()
@@ -59,6 +76,8 @@ impl Probes {
             .btf(None)
             .override_global(aya_log::LEVEL, &level, true)
             .override_global("PICKING", &u8::from(picking), true)
+            .override_global("TELLING", &u8::from(telling), true)
+            .map_max_entries("EVENTS", ring_bytes)
             .load(OBJECT)
             .map_err(load_error)?;
         let multi = match links {
@@ -75,8 +94,10 @@ impl Probes {
                 None
             }
         };
+        let events = telling.then(|| Events::take(&mut ebpf)).transpose()?;
         Ok(Self {
             maps: Maps::take(&mut ebpf)?,
+            events,
             picking,
             logger,
             multi,
@@ -99,11 +120,14 @@ impl Probes {
             AllocCookie::new(&ALLOC_FNS[function], number).0
         });
         let file = library.open();
+        let waits = points(&library.waits, |function| sync_cookie(&SYNC_FNS[function]));
         let mut links = Links::default();
         // Returns first: a call that was entered in between returns to a probe that does not know it, which is harmless.
         for (program, points) in [
             (ALLOC_LEAVE, &allocations),
             (ALLOC_ENTER, &allocations),
+            (SYNC_LEAVE, &waits),
+            (SYNC_ENTER, &waits),
             (COPY_LEAVE, &copies),
             (COPY_ENTER, &copies),
         ] {
@@ -126,14 +150,26 @@ impl Probes {
         offset: u64,
         cookie: CopyCookie,
     ) -> io::Result<Links> {
+        self.attach_own(&[COPY_LEAVE, COPY_ENTER], path, offset, cookie.0)
+    }
+
+    /// Places the surveying program on one place of a file of this process.
+    pub(super) fn attach_survey(&mut self, path: &Path, offset: u64) -> io::Result<Links> {
+        self.attach_own(&[SURVEY], path, offset, 0)
+    }
+
+    fn attach_own(
+        &mut self,
+        programs: &[&'static str],
+        path: &Path,
+        offset: u64,
+        cookie: u64,
+    ) -> io::Result<Links> {
         let mut links = Links::default();
-        let points = [Point {
-            offset,
-            cookie: cookie.0,
-        }];
         let own = Some(std::process::id());
-        self.place(COPY_LEAVE, path, &points, own, &mut links)?;
-        self.place(COPY_ENTER, path, &points, own, &mut links)?;
+        for program in programs {
+            self.place(program, path, &[Point { offset, cookie }], own, &mut links)?;
+        }
         Ok(links)
     }
 

@@ -86,9 +86,7 @@ pub enum TargetError {
         comm: String,
     },
     /// The kernel does not let us look at it.
-    #[error(
-        "no permission to attach to process {pid} ({comm}, user {uid}): run cmt as root (sudo cmt …), or as that user with CAP_SYS_PTRACE"
-    )]
+    #[error("process {pid} ({comm}, user {uid}) may not be inspected: {reason}")]
     NoPermission {
         /// As given.
         pid: u32,
@@ -96,8 +94,8 @@ pub enum TargetError {
         comm: String,
         /// Whose it is.
         uid: u32,
-        /// What to do.
-        remedy: &'static str,
+        /// Why, and the remedy.
+        reason: String,
     },
     /// Another machine's program.
     #[error("process {pid} ({comm}) is {found}; this cmt attaches to x86-64 programs only")]

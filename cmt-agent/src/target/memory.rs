@@ -7,6 +7,8 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt;
 
+use super::file::Access;
+
 /// `/proc/PID/mem`, open for reading and writing.
 #[derive(Debug)]
 pub struct Memory {
@@ -15,10 +17,10 @@ pub struct Memory {
 
 impl Memory {
     /// Opens the memory of `pid`; needs the rights of a ptrace attach.
-    pub fn open(pid: u32) -> io::Result<Self> {
+    pub fn open(pid: u32, access: Access) -> io::Result<Self> {
         let file = OpenOptions::new()
             .read(true)
-            .write(true)
+            .write(access == Access::ReadWrite)
             .open(format!("/proc/{pid}/mem"))?;
         Ok(Self { file })
     }

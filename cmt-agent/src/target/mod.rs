@@ -17,7 +17,9 @@ use nix::unistd::Uid;
 use procfs::ProcError;
 use procfs::process::Process;
 
+use crate::probes::rights::{self, Capability, Deed, Standing};
 pub use error::TargetError;
+use file::Access;
 use maps::Mapping;
 use memory::Memory;
 use symbols::{Symbol, Symbols};
@@ -111,14 +113,15 @@ impl Target {
             });
         }
         let comm = text::comm(&process).map_err(gone)?;
+        let deed = |own| match to_change {
+            true => Deed::Attach { own },
+            false => Deed::Look { own },
+        };
         let no_permission = || TargetError::NoPermission {
             pid,
             comm: comm.clone(),
             uid: status.euid,
-            remedy: match Uid::effective().is_root() {
-                true => "it holds rights that this root lacks; run cmt outside the container",
-                false => "run cmt as root (sudo cmt …)",
-            },
+            reason: rights::refusal(deed(rights::is_own(pid))),
         };
         let stat = process.stat().map_err(gone)?;
         let identity = Identity::of(&stat);
@@ -146,7 +149,11 @@ impl Target {
             Err(error) => return Err(gone(error)),
         };
         check_architecture(pid, &comm)?;
-        let memory = match Memory::open(pid) {
+        let access = match to_change {
+            true => Access::ReadWrite,
+            false => Access::Read,
+        };
+        let memory = match Memory::open(pid, access) {
             Ok(memory) => memory,
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                 return Err(no_permission());
@@ -430,9 +437,7 @@ fn check_architecture(pid: u32, comm: &str) -> Result<(), TargetError> {
 
 /// Whether a ptrace attach is allowed, as far as it can be told without trying: root, or the same user.
 fn may_ptrace(status: &procfs::process::Status) -> bool {
-    const CAP_SYS_PTRACE: u32 = 19;
-    let ours = Process::myself().and_then(|process| text::status(&process));
-    let capable = ours.is_ok_and(|status| status.capeff >> CAP_SYS_PTRACE & 1 == 1);
+    let capable = Capability::SysPtrace.is_granted_by(Standing::ours().effective);
     let euid = Uid::effective().as_raw();
     capable || (euid == status.ruid && euid == status.euid && euid == status.suid)
 }

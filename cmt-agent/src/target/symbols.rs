@@ -315,12 +315,13 @@ fn gnu_hash_count(memory: &Memory, table: u64) -> io::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::target::file::Access;
     use crate::target::maps;
 
     #[test]
     fn finds_functions_of_our_own_libc() {
         let pid = std::process::id();
-        let memory = Memory::open(pid).expect("our own memory");
+        let memory = Memory::open(pid, Access::ReadWrite).expect("our own memory");
         let maps = procfs::process::Process::myself()
             .and_then(|process| maps::of(&process))
             .expect("our own maps");
@@ -358,7 +359,7 @@ mod tests {
     #[test]
     fn refuses_what_is_no_elf() {
         let bytes = vec![0u8; 4096];
-        let memory = Memory::open(std::process::id()).expect("our own memory");
+        let memory = Memory::open(std::process::id(), Access::Read).expect("our own memory");
         let error = Symbols::read(&memory, bytes.as_ptr() as u64).expect_err("zeros");
         assert!(
             error.to_string().contains("no 64-bit ELF header"),

@@ -84,7 +84,8 @@ impl Intervals {
                     0 => writeln!(text),
                     lost => writeln!(text, ", lost {}", table::grouped(lost)),
                 };
-                Ok(text + &table::tables(&report) + "\n")
+                let classes = Report::new(&part.without_backing(), self.pair_ns);
+                Ok(text + &table::tables(&classes) + "\n")
             }
         }
     }
@@ -112,7 +113,8 @@ mod tests {
             direction: 1,
             memory: 0,
             size_class: 13,
-            _pad: [0; 7],
+            backing: 0,
+            _pad: [0; 6],
         };
         let process = Process {
             comm: "python3".into(),

@@ -1,11 +1,17 @@
 //! Traces the copies of live processes: probes on what they map now and later, and what the kernel counted so far.
 
 pub mod duration;
+pub mod events;
+pub mod gain;
+pub mod hgrm;
 pub mod intervals;
 pub(crate) mod memory;
+pub mod perfetto;
+pub mod record;
 pub mod report;
 mod scan;
 mod snapshot;
+mod summary;
 pub mod table;
 pub mod view;
 
@@ -16,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
-use crate::probes::{self, ProbeError, Probes, Reach};
+use crate::probes::{self, Events, ProbeError, Probes, Reach};
 use scan::Scanner;
 pub use snapshot::{Process, Snapshot};
 
@@ -95,18 +101,23 @@ struct State {
 
 impl Tracer {
     /// Loads the programs, places probes on what the targets map now, and keeps looking for more.
-    pub fn start(targets: Targets) -> Result<Self, TraceError> {
+    /// `telling` makes single copies available, too: [`Tracer::take_events`].
+    pub fn start(targets: Targets, telling: bool) -> Result<Self, TraceError> {
         let begun = Instant::now();
         let scanner = Scanner::new(&targets)?;
-        let mut probes = Probes::load(match targets {
+        let reach = match targets {
             Targets::Pids(_) => Reach::Chosen,
             Targets::All => Reach::All,
-        })?;
+        };
+        let mut probes = Probes::load(reach, telling)?;
         log::debug!("programs loaded after {:?}", begun.elapsed());
-        let (pair_ns, links) = probes::pair_ns(&mut probes);
+        let (pages, survey_links) = probes::learn(&mut probes);
+        log::debug!("kernel surveyed after {:?}: {pages:?}", begun.elapsed());
+        let (pair_ns, cost_links) = probes::pair_ns(&mut probes);
         log::debug!("cost measured after {:?}", begun.elapsed());
         let mut state = State { probes, scanner };
-        state.scanner.begin(&mut state.probes, links)?;
+        let own = vec![survey_links, cost_links];
+        state.scanner.begin(&mut state.probes, own, pages.err())?;
         log::debug!("probes in place after {:?}", begun.elapsed());
         let state = Arc::new(Mutex::new(state));
         let (stop, stopped) = mpsc::channel();
@@ -126,6 +137,11 @@ impl Tracer {
         })
     }
 
+    /// The single copies, once, where they were asked for at the start.
+    pub fn take_events(&self) -> Option<Events> {
+        lock(&self.state).probes.events.take()
+    }
+
     /// Everything counted since the start.
     pub fn snapshot(&self) -> Result<Snapshot, TraceError> {
         let state = lock(&self.state);
@@ -142,8 +158,8 @@ impl Tracer {
         self.pair_ns
     }
 
-    /// Takes the probes away and returns everything counted.
-    pub fn stop(mut self) -> Result<Snapshot, TraceError> {
+    /// Takes the probes away and returns everything counted. Single copies may be read until the tracer is dropped.
+    pub fn stop(&mut self) -> Result<Snapshot, TraceError> {
         self.halt();
         self.snapshot()
     }

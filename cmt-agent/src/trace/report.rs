@@ -2,13 +2,16 @@
 
 use std::collections::BTreeMap;
 
-use cmt_common::api::{COPY_FNS, Direction, MemoryKind};
+use cmt_common::api::{Backing, COPY_FNS, Direction, MemoryKind};
 use cmt_common::event::CopyKey;
 use cmt_common::histogram::size_class_bytes;
 use serde::Serialize;
 
 use super::Snapshot;
+use super::gain::{Gain, Means};
 use crate::histogram::Stat;
+use crate::link::Link;
+use crate::workload::Workload;
 
 /// The name and version of the format.
 pub const SCHEMA: &str = "cmt/trace/1";
@@ -44,6 +47,10 @@ pub struct ProcessReport {
     pub pid: u32,
     /// Its name.
     pub comm: String,
+    /// Whom it belongs to: container, pod, unit.
+    pub workload: Workload,
+    /// What `cmt attach` would give back.
+    pub gain: Gain,
     /// Its copies by class.
     pub copies: Vec<CopyReport>,
 }
@@ -57,6 +64,9 @@ pub struct CopyReport {
     pub direction: &'static str,
     /// Kind of the host memory: `pageable`, `pinned`, `managed`, or `unknown` where there is none or nothing is known.
     pub memory: &'static str,
+    /// What pageable host memory is made of: `anonymous`, `huge`, `file`, `shared`, `untouched` when the call began; `unknown`
+    /// for other memory, and where page tables cannot be read.
+    pub backing: &'static str,
     /// Smallest size of the class, a power of two: a copy belongs to it up to twice as many bytes (exclusive).
     pub size_class_bytes: u64,
     /// All calls.
@@ -67,6 +77,14 @@ pub struct CopyReport {
     pub bytes: u64,
     /// Time spent in the calls.
     pub total_ns: u64,
+    /// Asynchronous calls behind which the thread waited for their stream, with no other copy in between.
+    pub waited: u64,
+    /// Time in those waits: with `total_ns` it is what the callers felt.
+    pub wait_ns: u64,
+    /// From the beginning of those calls to the end of their waits.
+    pub until_ns: u64,
+    /// What the last failed call returned; null where none failed.
+    pub last_error: Option<u64>,
     /// Quantiles; null where nothing succeeded.
     pub latency_ns: Option<Latency>,
     /// Buckets that are not empty: lower bound, upper bound (exclusive), calls.
@@ -101,13 +119,22 @@ impl Latency {
 impl Report {
     /// The report of what `snapshot` counted.
     pub fn new(snapshot: &Snapshot, pair_ns: Option<u64>) -> Self {
+        let link = Link::best();
+        let seconds = snapshot.duration.as_secs_f64();
         let mut processes: BTreeMap<u32, ProcessReport> = snapshot
             .processes
             .iter()
             .map(|(pid, process)| {
+                let means = Means {
+                    link: link.clone(),
+                    threads: process.threads,
+                };
+                let own = CopyKey::of_process(*pid);
                 let report = ProcessReport {
                     pid: *pid,
                     comm: process.comm.clone(),
+                    workload: process.workload.clone(),
+                    gain: Gain::of(snapshot.rows.range(own), seconds, &means),
                     copies: Vec::new(),
                 };
                 (*pid, report)
@@ -122,7 +149,7 @@ impl Report {
             .retain(|pid, process| !process.copies.is_empty() || snapshot.processes[pid].named);
         Self {
             schema: SCHEMA,
-            duration_s: snapshot.duration.as_secs_f64(),
+            duration_s: seconds,
             processes: processes.into_values().collect(),
             lost: snapshot.lost_total(),
             overhead: Overhead {
@@ -141,11 +168,16 @@ impl CopyReport {
                 .map_or("unknown", |function| function.name),
             direction: Direction::from_raw(key.direction).name(),
             memory: MemoryKind::from_raw(key.memory).name(),
+            backing: Backing::from_raw(key.backing).name(),
             size_class_bytes: size_class_bytes(key.size_class),
             calls: stat.calls,
             errors: stat.errors,
             bytes: stat.bytes,
             total_ns: stat.total_ns,
+            waited: stat.waited,
+            wait_ns: stat.wait_ns,
+            until_ns: stat.until_ns,
+            last_error: (stat.errors > 0).then_some(stat.last_error),
             latency_ns: Latency::of(stat),
             histogram: stat.histogram(),
         }

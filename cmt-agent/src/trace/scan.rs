@@ -14,12 +14,15 @@ use procfs::process::Process as Proc;
 use super::memory::{self, Range};
 use super::snapshot::{Process, Snapshot};
 use super::{Targets, TraceError};
+use crate::cpus::Cpus;
 use crate::histogram::Stat;
+use crate::probes::rights::Deed;
 use crate::probes::{
     Library, Links, Mapped, ProbeError, Probes, Target, in_first_pid_namespace, rights,
 };
 use crate::target::maps::{self, FileId, Mapping};
 use crate::target::text;
+use crate::workload::Workload;
 
 /// In a trace of all processes, a known one is looked at again once in so many scans.
 const KNOWN_EVERY: u32 = 4;
@@ -31,6 +34,8 @@ const MOST_LIBRARIES: usize = 32;
 /// Files that are remembered, so that none is read again, and warnings that are kept.
 const MOST_FILES: usize = 1 << 16;
 const MOST_WARNINGS: usize = 100;
+/// Processes of a trace of all that have ended and are remembered by more than their counts.
+const MOST_GONE: usize = 4096;
 
 /// What the tracer knows of its targets.
 pub(super) struct Scanner {
@@ -43,9 +48,13 @@ pub(super) struct Scanner {
     shared: HashMap<FileId, Links>,
     /// Counts of processes that have ended.
     finished: BTreeMap<CopyKey, Stat>,
+    /// Those processes.
+    gone: BTreeMap<u32, Process>,
     warnings: Vec<String>,
-    /// Probes that have measured what a probe costs.
-    own: Links,
+    /// Probes on this process, which have done their work.
+    own: Vec<Links>,
+    /// Why the programs cannot read page tables, where they cannot.
+    blind: Option<String>,
     started: Instant,
     ended_at: Option<Instant>,
     scans: u32,
@@ -59,6 +68,8 @@ struct Watched {
     ended: bool,
     target: Target,
     libraries: HashMap<FileId, String>,
+    workload: Workload,
+    threads: u32,
     /// Probes that fire for this process only.
     links: Vec<Links>,
     looked_at: bool,
@@ -90,6 +101,10 @@ impl Scanner {
                 }
             }
             None if foreign_ids => return Err(TraceError::PidNamespace),
+            None if !rights::may(Deed::InspectAll) => {
+                let (what, reason) = ("a look at all processes", rights::refusal(Deed::InspectAll));
+                return Err(ProbeError::Denied { what, reason }.into());
+            }
             None => {}
         }
         Ok(Self {
@@ -98,17 +113,32 @@ impl Scanner {
             files: HashMap::new(),
             shared: HashMap::new(),
             finished: BTreeMap::new(),
+            gone: BTreeMap::new(),
             warnings: Vec::new(),
-            own: Links::default(),
+            own: Vec::new(),
+            blind: None,
             started: Instant::now(),
             ended_at: None,
             scans: 0,
         })
     }
 
-    /// The first scan; the trace counts from its end on. `own` are probes on this process, taken away with the others.
-    pub fn begin(&mut self, probes: &mut Probes, own: Links) -> Result<(), TraceError> {
+    /// The first scan; the trace counts from its end on. `own` are probes on this process, taken away with the others;
+    /// `blind` says why the programs cannot read page tables.
+    pub fn begin(
+        &mut self,
+        probes: &mut Probes,
+        own: Vec<Links>,
+        blind: Option<String>,
+    ) -> Result<(), TraceError> {
         self.own = own;
+        if let Some(why) = &blind {
+            self.warn(format!(
+                "memory that was pinned by cudaHostRegister before the trace cannot be told from pageable memory here, \
+                 so copies of processes that ran before it show as unknown ({why})"
+            ));
+        }
+        self.blind = blind;
         for watched in self.processes.values() {
             if watched.target.number != 0 {
                 probes
@@ -150,7 +180,7 @@ impl Scanner {
             .values_mut()
             .flat_map(|watched| mem::take(&mut watched.links));
         let measuring = mem::take(&mut self.own);
-        shared.chain(own).chain([measuring]).collect()
+        shared.chain(own).chain(measuring).collect()
     }
 
     /// What the kernel has counted, with what ended processes counted.
@@ -164,19 +194,12 @@ impl Scanner {
         let mut processes: BTreeMap<u32, Process> = self
             .processes
             .iter()
-            .map(|(pid, watched)| {
-                let mut libraries: Vec<String> = watched.libraries.values().cloned().collect();
-                libraries.sort();
-                let process = Process {
-                    comm: watched.comm.clone(),
-                    ended: watched.ended,
-                    named: self.named.is_some(),
-                    libraries,
-                };
-                (*pid, process)
-            })
+            .map(|(pid, watched)| (*pid, watched.process(self.named.is_some())))
             .collect();
         for key in rows.keys() {
+            if let Some(gone) = self.gone.get(&key.pid) {
+                processes.entry(key.pid).or_insert_with(|| gone.clone());
+            }
             processes.entry(key.pid).or_insert_with(|| Process {
                 comm: probes.maps.comm(key.pid).unwrap_or_default(),
                 ..Process::default()
@@ -212,7 +235,13 @@ impl Scanner {
             }
         }
         if self.named.is_none() {
-            self.processes.retain(|_, watched| !watched.ended);
+            let gone = &mut self.gone;
+            self.processes.retain(|pid, watched| {
+                if watched.ended && !watched.libraries.is_empty() && gone.len() < MOST_GONE {
+                    gone.insert(*pid, watched.process(false));
+                }
+                !watched.ended
+            });
         }
         Ok(())
     }
@@ -297,6 +326,27 @@ impl Scanner {
                     self.files.insert(key, library.clone());
                     library
                 }
+                Err(error) if error.is_denied() && mapped.name().starts_with("libcuda") => {
+                    let own = rights::is_own(pid);
+                    let deed = match mapped.name().ends_with(" (deleted)") {
+                        true => Deed::ReadDeleted { own },
+                        false => Deed::ReadLibrary,
+                    };
+                    let reason = format!(
+                        "its {} cannot be read: {}",
+                        mapped.name(),
+                        rights::refusal(deed)
+                    );
+                    let error = TraceError::Inspect { pid, reason };
+                    // What else it maps may be open to us.
+                    return match self.named {
+                        Some(_) => Err(error),
+                        None => {
+                            self.warn(error.to_string());
+                            Ok(())
+                        }
+                    };
+                }
                 // The mapping may have gone since; else the next scan meets it again.
                 Err(error) => {
                     log::debug!("process {pid}: {error}");
@@ -310,7 +360,11 @@ impl Scanner {
         // The same file may be open to us only through this process.
         let library = library.through(mapped);
         let shared = self.named.is_none();
-        if !(shared && self.shared.contains_key(&mapped.id)) {
+        let unseen = !(shared && self.shared.contains_key(&mapped.id));
+        if self.blind.is_some() && (unseen || self.scans == 0) {
+            probes.maps.mark_earlier(pid)?;
+        }
+        if unseen {
             let target = (!shared).then_some(watched.target);
             match probes.attach(&library, target) {
                 Ok(links) if shared => {
@@ -335,6 +389,10 @@ impl Scanner {
             mapped.shown(),
             library.functions()
         );
+        if watched.libraries.is_empty() {
+            watched.workload = Workload::of(pid);
+            watched.threads = Cpus::of(pid).map_or(0, |cpus| cpus.threads());
+        }
         watched.libraries.insert(mapped.id, mapped.name());
         Ok(())
     }
@@ -423,10 +481,25 @@ impl Watched {
             ended: false,
             target: Target { pid, number },
             libraries: HashMap::new(),
+            workload: Workload::default(),
+            threads: 0,
             links: Vec::new(),
             looked_at: false,
             memory_known: false,
             ranges: HashMap::new(),
+        }
+    }
+
+    fn process(&self, named: bool) -> Process {
+        let mut libraries: Vec<String> = self.libraries.values().cloned().collect();
+        libraries.sort();
+        Process {
+            comm: self.comm.clone(),
+            ended: self.ended,
+            named,
+            libraries,
+            workload: self.workload.clone(),
+            threads: self.threads,
         }
     }
 }
@@ -460,11 +533,13 @@ fn named_process(pid: u32, number: u16) -> Result<Watched, TraceError> {
 /// The maps of a process; empty for a kernel thread and for one that has ended.
 fn read_maps(pid: u32) -> Result<Vec<Mapping>, String> {
     match Proc::new(pid as i32).and_then(|process| maps::of(&process)) {
-        // The kernel shows no mapping at all of a process that we may not look at.
-        Ok(maps) if maps.is_empty() && has_memory(pid) => Err(rights::reason()),
+        // The kernel shows no mapping at all of a process that we may not look at, or all of them but no file.
+        Ok(maps) if maps.is_empty() && has_memory(pid) || !rights::may_inspect(pid) => {
+            Err(rights::refusal(Deed::Inspect))
+        }
         Ok(maps) => Ok(maps),
         Err(procfs::ProcError::NotFound(_)) => Ok(Vec::new()),
-        Err(procfs::ProcError::PermissionDenied(_)) => Err(rights::reason()),
+        Err(procfs::ProcError::PermissionDenied(_)) => Err(rights::refusal(Deed::Inspect)),
         Err(error) => Err(error.to_string()),
     }
 }

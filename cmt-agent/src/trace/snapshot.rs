@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use cmt_common::event::{CopyKey, LOST_REASONS};
 
 use crate::histogram::Stat;
+use crate::workload::Workload;
 
 /// A process of a trace.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -18,6 +19,10 @@ pub struct Process {
     pub named: bool,
     /// The CUDA libraries that it maps, by name.
     pub libraries: Vec<String>,
+    /// Whom it belongs to.
+    pub workload: Workload,
+    /// CPUs that it may use; 0 where not known.
+    pub threads: u32,
 }
 
 /// Everything counted from the start of a trace to one moment, or between two moments.
@@ -82,6 +87,19 @@ impl Snapshot {
             probe_pairs: self.probe_pairs.saturating_sub(earlier.probe_pairs),
             processes: self.processes.clone(),
             warnings: self.warnings.clone(),
+        }
+    }
+
+    /// The same with classes that differ in nothing but what their memory is made of as one.
+    pub fn without_backing(&self) -> Self {
+        let mut rows: BTreeMap<CopyKey, Stat> = BTreeMap::new();
+        for (key, stat) in &self.rows {
+            let key = CopyKey { backing: 0, ..*key };
+            rows.entry(key).or_default().merge(stat);
+        }
+        Self {
+            rows,
+            ..self.clone()
         }
     }
 

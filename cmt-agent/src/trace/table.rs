@@ -8,7 +8,7 @@ use cmt_common::api::Direction;
 use cmt_common::event::LOST_NAMES;
 
 use super::report::{CopyReport, ProcessReport, Report};
-use super::{Snapshot, Targets};
+use super::{Snapshot, Targets, summary};
 use crate::histogram::Stat;
 
 /// Cells of the longest bar of a histogram.
@@ -18,7 +18,13 @@ const MOST_ROWS: usize = 24;
 
 /// The report of a trace that has ended.
 pub fn render(snapshot: &Snapshot, report: &Report, targets: &Targets) -> String {
-    let mut text = tables(report);
+    let mut text = tables(&Report::new(
+        &snapshot.without_backing(),
+        report.overhead.pair_ns,
+    ));
+    for process in &report.processes {
+        text += &summary::of(process, snapshot);
+    }
     if snapshot.calls() == 0 {
         text += &nothing_seen(snapshot, targets);
     } else {
@@ -322,6 +328,8 @@ pub fn grouped(number: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::trace::gain::{Gain, Means};
+    use crate::workload::Workload;
 
     #[test]
     fn figures_are_short_and_right() {
@@ -346,11 +354,16 @@ mod tests {
             function,
             direction: "unknown",
             memory: "pageable",
+            backing: "unknown",
             size_class_bytes: 1u64 << (at % 64),
             calls: each + at,
             errors: each,
             bytes: each,
             total_ns: at,
+            waited: 0,
+            wait_ns: 0,
+            until_ns: 0,
+            last_error: None,
             latency_ns: None,
             histogram: Vec::new(),
         };
@@ -364,6 +377,15 @@ mod tests {
         let process = ProcessReport {
             pid: u32::MAX,
             comm: "fifteen-letters".into(),
+            workload: Workload::default(),
+            gain: Gain::of(
+                std::iter::empty(),
+                1.0,
+                &Means {
+                    link: None,
+                    threads: 1,
+                },
+            ),
             copies: all,
         };
         let mut text = String::new();

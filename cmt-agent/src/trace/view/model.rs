@@ -241,7 +241,8 @@ pub(super) mod tests {
             direction: direction as u8,
             memory: memory as u8,
             size_class: size_class_of(bytes),
-            _pad: [0; 7],
+            backing: 0,
+            _pad: [0; 6],
         }
     }
 

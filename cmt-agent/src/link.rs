@@ -1,0 +1,99 @@
+//! The link between host and GPU, as sysfs tells of it.
+
+use std::fs;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+/// Where the kernel lists what is on the bus.
+pub const DEVICES: &str = "/sys/bus/pci/devices";
+const NVIDIA: &str = "0x10de";
+/// Base class of display controllers, 3D accelerators among them.
+const DISPLAY: &str = "0x03";
+/// Bytes per second of a pinned copy by transfers per second, lane and bit: 55.3 GB/s at 32 GT/s and 16 lanes (H200, driver
+/// 580, `docs/benchmarks.md`).
+const PINNED_SHARE: f64 = 55.3e9 / (32e9 * 16.0 / 8.0);
+/// Takes the place of what sysfs says, for tests: `32.0 GT/s PCIe x16`.
+const PRETEND: &str = "CMT_PRETEND_LINK";
+
+/// A PCIe link.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Link {
+    /// As in `32.0 GT/s PCIe`.
+    pub speed: String,
+    /// Generation by that speed.
+    pub generation: Option<u32>,
+    /// Lanes.
+    pub width: u32,
+}
+
+impl Link {
+    /// By the words of sysfs: `32.0 GT/s PCIe` and `16`.
+    pub fn parse(speed: String, width: &str) -> Option<Self> {
+        // PCI Express Base Specification 6.0: transfers per second and lane by generation.
+        let generation = match speed.split_whitespace().next()? {
+            "2.5" => Some(1),
+            "5.0" | "5" => Some(2),
+            "8.0" | "8" => Some(3),
+            "16.0" | "16" => Some(4),
+            "32.0" | "32" => Some(5),
+            "64.0" | "64" => Some(6),
+            _ => None,
+        };
+        let width = width.parse().ok().filter(|&width| width > 0)?;
+        Some(Self {
+            speed,
+            generation,
+            width,
+        })
+    }
+
+    /// The widest link that an NVIDIA GPU of this machine can have. One that is idle may be slowed down for now.
+    pub fn best() -> Option<Self> {
+        if let Ok(pretended) = std::env::var(PRETEND) {
+            let (speed, width) = pretended.rsplit_once(" x")?;
+            return Self::parse(speed.to_owned(), width);
+        }
+        fs::read_dir(DEVICES)
+            .ok()?
+            .flatten()
+            .filter_map(|device| Self::of(&device.path()))
+            .max_by(|one, other| one.pinned_gb_per_s().total_cmp(&other.pinned_gb_per_s()))
+    }
+
+    fn of(device: &Path) -> Option<Self> {
+        let file = |name: &str| {
+            let text = fs::read_to_string(device.join(name)).ok()?;
+            Some(text.trim().to_owned())
+        };
+        let is_gpu = file("vendor")? == NVIDIA && file("class")?.starts_with(DISPLAY);
+        if !is_gpu {
+            return None;
+        }
+        Self::parse(file("max_link_speed")?, &file("max_link_width")?)
+    }
+
+    /// What a large pinned copy reaches, in GB/s, scaled from a measured link.
+    pub fn pinned_gb_per_s(&self) -> f64 {
+        let transfers: f64 = self
+            .speed
+            .split_whitespace()
+            .next()
+            .and_then(|word| word.parse().ok())
+            .unwrap_or(0.0);
+        transfers * f64::from(self.width) / 8.0 * PINNED_SHARE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_link_is_read_and_nonsense_is_none() {
+        let link = Link::parse("32.0 GT/s PCIe".to_owned(), "16").expect("a link");
+        assert_eq!((link.generation, link.width), (Some(5), 16));
+        assert!((link.pinned_gb_per_s() - 55.3).abs() < 0.01);
+        assert_eq!(Link::parse("Unknown".to_owned(), "0"), None);
+    }
+}

@@ -1,0 +1,264 @@
+//! What `cmt attach` would give back to a process, estimated from what was traced.
+//!
+//! Careful in three ways. A class of copies counts with the latency that a quarter of its calls stay below, so that time in
+//! which a call waited for a busy stream, which no copier saves, is left out as far as it can be told. Staged copies are
+//! taken to be as fast as those that were measured on one machine, scaled by link, less a margin. And only what the plan
+//! for this process would stage counts.
+
+use cmt_common::api::{Backing, Direction, MemoryKind};
+use cmt_common::control::{Plan, PlanRow};
+use cmt_common::event::CopyKey;
+use serde::Serialize;
+
+use crate::histogram::Stat;
+use crate::link::Link;
+
+/// A staged copy takes this long, and its bytes at this share of what pinned ones reach: 1 MiB to 1 GiB took 0.85 to 1.0 of
+/// what that says (H200, 16 CPUs, `docs/benchmarks.md`).
+const STAGED_START_NS: f64 = 22_000.0;
+const STAGED_SHARE: f64 = 0.82;
+/// Bytes per nanosecond into memory that nobody has touched yet: its pages have to be made (12 times stock's 1.5, ibid.).
+const FRESH_GB_PER_S: f64 = 16.0;
+/// Bytes per nanosecond that one CPU copies from memory to memory (ibid.).
+const PER_CPU_GB_PER_S: f64 = 6.0;
+/// The quantile of a class that stands for a call without waiting.
+const UNDISTURBED: f64 = 0.25;
+/// Below this share of the traced time there is nothing worth an attach.
+const WORTH_SHARE: f64 = 0.005;
+
+/// What the machine and the process allow.
+#[derive(Clone, Debug)]
+pub struct Means {
+    /// None where no GPU's link is known.
+    pub link: Option<Link>,
+    /// CPUs that the process may use; 0 where not known.
+    pub threads: u32,
+}
+
+/// The answer for one process.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Gain {
+    /// GB/s of its pageable copies to the device, in its calls; null without any.
+    pub pageable_htod_gb_per_s: Option<f64>,
+    /// The same from the device.
+    pub pageable_dtoh_gb_per_s: Option<f64>,
+    /// Seconds of each minute that attach would save its threads; null where it cannot be said.
+    pub saved_s_per_minute: Option<f64>,
+    /// The same in a sentence, or why it cannot be said.
+    pub advice: String,
+}
+
+impl Gain {
+    /// What the copies of one process, traced for `seconds`, say.
+    pub fn of<'a>(
+        copies: impl Iterator<Item = (&'a CopyKey, &'a Stat)>,
+        seconds: f64,
+        means: &Means,
+    ) -> Self {
+        let plan = cmt_copy::plan::estimate(means.threads);
+        let speed = means.link.as_ref().map(|link| {
+            (link.pinned_gb_per_s() * STAGED_SHARE).min(PER_CPU_GB_PER_S * f64::from(means.threads))
+        });
+        let mut rates = [(0u64, 0u64); 2];
+        let mut saved_ns = 0.0;
+        let mut calls = 0;
+        let mut staged = 0;
+        for (key, stat) in copies {
+            let way = match Direction::from_raw(key.direction) {
+                Direction::HtoD => 0,
+                Direction::DtoH => 1,
+                _ => continue,
+            };
+            calls += stat.count();
+            if MemoryKind::from_raw(key.memory) != MemoryKind::Pageable {
+                continue;
+            }
+            rates[way].0 += stat.bytes;
+            rates[way].1 += stat.total_ns;
+            let Some(undisturbed) = stat.quantile(UNDISTURBED) else {
+                continue;
+            };
+            let bytes = stat.bytes / stat.count().max(1);
+            if !is_staged(&plan, way == 1, bytes) {
+                continue;
+            }
+            staged += stat.count();
+            let Some(mut speed) = speed else {
+                continue;
+            };
+            if way == 1 && Backing::from_raw(key.backing) == Backing::Untouched {
+                speed = speed.min(FRESH_GB_PER_S);
+            }
+            let would_take = STAGED_START_NS + bytes as f64 / speed;
+            saved_ns += (undisturbed as f64 - would_take).max(0.0) * stat.count() as f64;
+        }
+        let rate = |way: usize| {
+            let (bytes, ns) = rates[way];
+            (ns > 0).then(|| bytes as f64 / ns as f64)
+        };
+        let per_minute = saved_ns / 1e9 / seconds.max(1e-9) * 60.0;
+        let pageable = rates[0].0 + rates[1].0 > 0;
+        let (saved, advice) = if calls == 0 {
+            (
+                Some(0.0),
+                "nothing to gain: no copies between host and device".into(),
+            )
+        } else if !pageable {
+            (
+                Some(0.0),
+                "nothing to gain: no copies of pageable memory".into(),
+            )
+        } else if means.threads == 1 {
+            (
+                Some(0.0),
+                "nothing to gain: it may use one CPU only, and staging takes two".into(),
+            )
+        } else if staged == 0 && means.threads > 1 {
+            (
+                Some(0.0),
+                "nothing to gain: its pageable copies are small, and the driver is fast at those"
+                    .into(),
+            )
+        } else if means.threads == 0 {
+            (
+                None,
+                "no estimate: how many CPUs it may use is not known".into(),
+            )
+        } else if speed.is_none() {
+            (
+                None,
+                "no estimate: no GPU's link is known here (sysfs); cmt bench measures".into(),
+            )
+        } else if per_minute < WORTH_SHARE * 60.0 {
+            (
+                Some(per_minute),
+                "nothing to gain: its pageable copies are as fast already, or take little time"
+                    .into(),
+            )
+        } else {
+            (
+                Some(per_minute),
+                format!("estimated gain with cmt attach: {per_minute:.1} s of every minute"),
+            )
+        };
+        Self {
+            pageable_htod_gb_per_s: rate(0),
+            pageable_dtoh_gb_per_s: rate(1),
+            saved_s_per_minute: saved,
+            advice,
+        }
+    }
+}
+
+fn is_staged(plan: &Plan, to_host: bool, bytes: u64) -> bool {
+    let rows: &[PlanRow] = if to_host { &plan.dtoh } else { &plan.htod };
+    rows.iter()
+        .find(|row| bytes <= row.up_to_bytes)
+        .is_some_and(|row| row.threads > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cmt_common::histogram::size_class_of;
+
+    fn means(threads: u32) -> Means {
+        Means {
+            link: Link::parse("32.0 GT/s PCIe".into(), "16"),
+            threads,
+        }
+    }
+
+    fn copies(
+        direction: Direction,
+        memory: MemoryKind,
+        bytes: u64,
+        latencies: &[u64],
+    ) -> Vec<(CopyKey, Stat)> {
+        let mut stat = Stat::default();
+        for latency in latencies {
+            stat.record(bytes, *latency);
+        }
+        let key = CopyKey {
+            pid: 1,
+            function: 0,
+            direction: direction as u8,
+            memory: memory as u8,
+            size_class: size_class_of(bytes),
+            backing: 0,
+            _pad: [0; 6],
+        };
+        vec![(key, stat)]
+    }
+
+    fn gain(copies: &[(CopyKey, Stat)], means: &Means) -> Gain {
+        Gain::of(copies.iter().map(|(key, stat)| (key, stat)), 10.0, means)
+    }
+
+    #[test]
+    fn slow_pageable_copies_are_worth_an_attach() {
+        // 64 MiB at 7.5 GB/s, a hundred times in ten seconds.
+        let slow = copies(
+            Direction::HtoD,
+            MemoryKind::Pageable,
+            64 << 20,
+            &[9_000_000; 100],
+        );
+        let found = gain(&slow, &means(16));
+        let saved = found.saved_s_per_minute.expect("an estimate");
+        // 0.9 s of calls in 10 s; staged, each would take 1.5 ms.
+        assert!((4.0..5.0).contains(&saved), "{saved}");
+        assert!(found.advice.contains("s of every minute"), "{found:?}");
+        let rate = found.pageable_htod_gb_per_s.expect("a rate");
+        assert!((rate - 7.456).abs() < 0.01, "{rate}");
+    }
+
+    #[test]
+    fn a_busy_stream_is_no_gain() {
+        // Half of the calls wait for a kernel of 100 ms; the others are as fast as a staged copy.
+        let latencies: Vec<u64> = (0..100)
+            .map(|i| if i % 2 == 0 { 1_500_000 } else { 100_000_000 })
+            .collect();
+        let busy = copies(Direction::HtoD, MemoryKind::Pageable, 64 << 20, &latencies);
+        let saved = gain(&busy, &means(16))
+            .saved_s_per_minute
+            .expect("an estimate");
+        assert!(saved < 0.3, "{saved}");
+    }
+
+    #[test]
+    fn what_cannot_gain_says_so_and_what_is_not_known_is_no_figure() {
+        let pinned = copies(
+            Direction::HtoD,
+            MemoryKind::Pinned,
+            64 << 20,
+            &[2_000_000; 10],
+        );
+        let small = copies(Direction::HtoD, MemoryKind::Pageable, 4096, &[20_000; 10]);
+        let slow = copies(
+            Direction::DtoH,
+            MemoryKind::Pageable,
+            64 << 20,
+            &[40_000_000; 10],
+        );
+        for (copies, means, word, saved) in [
+            (&pinned, means(16), "no copies of pageable", Some(0.0)),
+            (&small, means(16), "small", Some(0.0)),
+            (&slow, means(1), "one CPU", Some(0.0)),
+            (
+                &slow,
+                Means {
+                    link: None,
+                    threads: 16,
+                },
+                "link",
+                None,
+            ),
+            (&vec![], means(16), "no copies", Some(0.0)),
+        ] {
+            let found = gain(copies, &means);
+            assert!(found.advice.contains(word), "{found:?}");
+            assert_eq!(found.saved_s_per_minute, saved, "{found:?}");
+        }
+    }
+}
