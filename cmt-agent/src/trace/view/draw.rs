@@ -170,23 +170,25 @@ fn header(
         ),
         None => format!("{} probed calls", count(calls as f64)),
     };
+    let alarm = |number: u64, what: &str| match number {
+        0 => String::new(),
+        number => format!("{what}: {}", count(number as f64)),
+    };
+    let lost = alarm(whole.lost_total(), "LOST");
+    let warnings = alarm(whole.warnings.len() as u64, "WARNINGS");
+    let alarms = join(&[lost, warnings], width);
+    let alarmed = !alarms.is_empty();
     // In as many words as there is room for.
+    let room = width.saturating_sub(alarms.width() + usize::from(alarmed) * 2);
     let cost = [
         format!("tracing itself: {cost} of the targets' time"),
         format!("tracing: {cost}"),
         cost,
     ]
     .into_iter()
-    .find(|cost| cost.width() <= width)
+    .find(|cost| cost.width() <= room)
     .unwrap_or_default();
-    let alarm = |number: u64, what: &str| match number {
-        0 => String::new(),
-        number => format!("{what}: {}", count(number as f64)),
-    };
-    let lost = alarm(whole.lost_total(), "LOST CALLS");
-    let warnings = alarm(whole.warnings.len() as u64, "WARNINGS");
-    let alarmed = !lost.is_empty() || !warnings.is_empty();
-    let second = Line::from(join(&[lost, warnings, cost], width));
+    let second = Line::from(join(&[alarms, cost], width));
     [
         Line::styled(join(&first, width), palette.head()),
         match alarmed {
