@@ -94,9 +94,10 @@ fn body(frame: &mut Frame<'_>, mut area: Rect, moment: &Moment, state: &State, p
             (list, height - list)
         }
         (height, None) => {
-            // Two of the latencies' seven lines at least are for ranges.
             let list = processes.min((height * 2 / 5).max(5));
-            (list, table.min(height - list - 7))
+            // Latencies take six lines and their title at first, or fewer if they fill no more.
+            let latencies = latencies::lines(&shown, palette, width, 6).len() as u16 + 1;
+            (list, table.min(height - list - latencies))
         }
         (height, Some(_)) => {
             let list = processes.min(height.saturating_sub(table).max(height / 2));
@@ -162,21 +163,32 @@ fn header(
     let calls = whole.probe_pairs;
     let cost = match subject.pair_ns {
         Some(pair_ns) => format!(
-            "tracing itself: {} probed calls x {} = {} of the targets' time",
+            "{} probed calls x {} = {}",
             count(calls as f64),
             table::time(pair_ns),
             table::time(calls.saturating_mul(pair_ns))
         ),
-        None => format!("tracing itself: {} probed calls", count(calls as f64)),
+        None => format!("{} probed calls", count(calls as f64)),
     };
     let alarm = |number: u64, what: &str| match number {
         0 => String::new(),
         number => format!("{what}: {}", count(number as f64)),
     };
-    let lost = alarm(whole.lost_total(), "LOST CALLS");
+    let lost = alarm(whole.lost_total(), "LOST");
     let warnings = alarm(whole.warnings.len() as u64, "WARNINGS");
-    let alarmed = !lost.is_empty() || !warnings.is_empty();
-    let second = Line::from(join(&[lost, warnings, cost], width));
+    let alarms = join(&[lost, warnings], width);
+    let alarmed = !alarms.is_empty();
+    // In as many words as there is room for.
+    let room = width.saturating_sub(alarms.width() + usize::from(alarmed) * 2);
+    let cost = [
+        format!("tracing itself: {cost} of the targets' time"),
+        format!("tracing: {cost}"),
+        cost,
+    ]
+    .into_iter()
+    .find(|cost| cost.width() <= room)
+    .unwrap_or_default();
+    let second = Line::from(join(&[alarms, cost], width));
     [
         Line::styled(join(&first, width), palette.head()),
         match alarmed {
