@@ -231,7 +231,7 @@ fn a_report_says_what_attach_would_give_back() {
         (
             &["--bytes", "4M", "--calls", "60"][..],
             &link[..],
-            "s of every minute",
+            "of its threads' time",
             true,
         ),
         (

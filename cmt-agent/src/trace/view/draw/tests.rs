@@ -16,6 +16,7 @@ fn subject(targets: Targets) -> Subject {
         targets,
         length: None,
         pair_ns: Some(180),
+        link: None,
     }
 }
 
