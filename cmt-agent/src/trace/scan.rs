@@ -532,7 +532,13 @@ impl Watched {
 fn named_process(pid: u32, number: u16) -> Result<Watched, TraceError> {
     let gone = TraceError::NoSuchProcess { pid };
     let Ok(status) = text::read(format!("/proc/{pid}/status")) else {
-        return Err(gone);
+        return Err(match rights::is_hidden(pid) {
+            true => TraceError::Inspect {
+                pid,
+                reason: rights::refusal(Deed::Inspect),
+            },
+            false => gone,
+        });
     };
     let leader = status
         .lines()
