@@ -1,8 +1,9 @@
 //! What `cmt trace` sees: every copy function, the kind and the make of host memory, and what a caller waits for.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
 
-use cmt_tests::{Rung, Trace, Victim, built, require};
+use cmt_tests::{Rung, Trace, Victim, built, cmt, cmt_command, require};
 use serde_json::Value;
 
 /// Traces a victim that is ready before its first copy; returns the report and the victim's own account.
@@ -230,7 +231,7 @@ fn a_report_says_what_attach_would_give_back() {
         (
             &["--bytes", "4M", "--calls", "60"][..],
             &link[..],
-            "s of every minute",
+            "of its threads' time",
             true,
         ),
         (
@@ -260,4 +261,202 @@ fn a_report_says_what_attach_would_give_back() {
         );
         assert_eq!(gain["saved_s_per_minute"].is_number(), sure, "{gain}");
     }
+}
+
+#[test]
+fn single_copies_are_the_same_that_are_counted() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let folder = tempfile::tempdir().expect("a folder");
+    let (perfetto, hgrm) = (
+        folder.path().join("copies.json"),
+        folder.path().join("copies.hgrm"),
+    );
+    let victim = Victim::start(
+        "victim-rt",
+        [
+            "--threads",
+            "4",
+            "--bytes",
+            "4K,64K",
+            "--calls",
+            "400",
+            "--hold",
+        ],
+    );
+    let pid = victim.pid;
+    let mut command = cmt_command(["trace", "--events", "--perfetto"]);
+    command
+        .arg(&perfetto)
+        .arg("--hgrm")
+        .arg(&hgrm)
+        .arg(pid.to_string());
+    let trace = Trace::spawn(command);
+    victim.signal(libc::SIGUSR1);
+    let account = victim.finish();
+    let (lines, said) = trace.finish_as_text();
+    assert!(said.contains("1600 copies written\n"), "{said}");
+
+    let counts = &account["functions"]["cudaMemcpy"];
+    let events: Vec<Value> = lines
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"))
+        .collect();
+    let own = number(&counts["calls"]);
+    assert_eq!(events.len() as u64, own);
+    let bytes: u64 = events.iter().map(|event| number(&event["bytes"])).sum();
+    assert_eq!(bytes, number(&counts["bytes"]));
+    let threads: BTreeSet<u64> = events.iter().map(|event| number(&event["tid"])).collect();
+    assert_eq!(threads.len(), 4);
+    for event in &events {
+        assert_eq!(
+            (&event["pid"], &event["function"]),
+            (&pid.into(), &"cudaMemcpy".into()),
+            "{event}"
+        );
+        assert_eq!(
+            (&event["memory"], &event["result"]),
+            (&"pageable".into(), &0.into()),
+            "{event}"
+        );
+        assert!(
+            number(&event["latency_ns"]) > 0 && number(&event["host"]) > 0,
+            "{event}"
+        );
+    }
+
+    let slices: Vec<Value> =
+        serde_json::from_str(&fs::read_to_string(&perfetto).expect("the file")).expect("JSON");
+    assert_eq!(
+        slices.iter().filter(|slice| slice["ph"] == "X").count() as u64,
+        own
+    );
+    for file in [
+        "copies.hgrm",
+        "copies.HtoD-pageable.hgrm",
+        "copies.DtoH-pageable.hgrm",
+    ] {
+        let text = fs::read_to_string(folder.path().join(file)).expect("the file");
+        let total = if file == "copies.hgrm" { own } else { own / 2 };
+        assert!(
+            text.contains(&format!("Total count    = {total:>12}")),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn what_cannot_be_written_is_refused_before_anything_is_traced() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let victim = Victim::start("victim-rt", ["--hold"]);
+    let pid = victim.pid.to_string();
+    for option in ["--perfetto", "--hgrm"] {
+        let finished = cmt(["trace", &pid, "--for", "30s", option, "/nonexistent/file"]);
+        let refused = finished.refusal();
+        assert!(
+            refused.contains("/nonexistent/file cannot be written; nothing was traced"),
+            "{refused}"
+        );
+    }
+}
+
+#[test]
+fn sixty_four_threads_count_like_one() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    for threads in ["1", "64"] {
+        let args = [
+            "--threads",
+            threads,
+            "--bytes",
+            "4K,64",
+            "--calls",
+            "500",
+            "--async",
+            "--hold",
+        ];
+        let (report, account) = traced(&[], Victim::start("victim-rt", args));
+        assert_sums(&report, &account);
+    }
+}
+
+/// Checks calls and bytes of all functions together.
+#[track_caller]
+fn assert_sums(report: &Value, account: &Value) {
+    assert_eq!(report["lost"], 0, "{report}");
+    for field in ["calls", "errors", "bytes"] {
+        let seen: u64 = copies(report).iter().map(|copy| number(&copy[field])).sum();
+        let functions = account["functions"].as_object().expect("functions");
+        let own: u64 = functions
+            .values()
+            .map(|counts| number(&counts[field]))
+            .sum();
+        assert_eq!(seen, own, "{field}: {report}");
+    }
+}
+
+#[test]
+fn a_process_that_becomes_another_program_is_traced_on() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    const PROGRAM: &str = r#"
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+print("ready", os.getpid(), flush=True)
+signal.sigwait([signal.SIGUSR2])
+os.execv(sys.argv[1], ["victim-drv", "--bytes", "4K", "--calls", "300", "--hold"])
+"#;
+    let mut command = std::process::Command::new("python3");
+    command.env("LD_LIBRARY_PATH", &built().folder);
+    command
+        .args(["-c", PROGRAM])
+        .arg(built().victim("victim-drv"));
+    let victim = Victim::spawn(command);
+    let trace = Trace::start([victim.pid.to_string()]);
+    victim.signal(libc::SIGUSR2);
+    let ready = victim.next_line().expect("it says that it is ready");
+    assert!(ready.starts_with("ready "), "{ready}");
+    // One look at its maps is due every 250 ms.
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    victim.signal(libc::SIGUSR1);
+    let account = victim.finish();
+    assert_sums(&trace.finish().0, &account);
+}
+
+#[test]
+fn several_copies_of_a_runtime_in_one_process_count_together() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    const PROGRAM: &str = r#"
+import ctypes, json, os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+runtimes = [ctypes.CDLL(path) for path in sys.argv[1:]]
+host = ctypes.create_string_buffer(1 << 16)
+device = ctypes.c_void_p()
+assert runtimes[0].cudaMalloc(ctypes.byref(device), len(host)) == 0
+print("ready", os.getpid(), flush=True)
+signal.sigwait([signal.SIGUSR1])
+calls = 0
+for turn in range(200):
+    for runtime in runtimes:
+        assert runtime.cudaMemcpy(device, host, ctypes.c_size_t(5000), 1) == 0
+        calls += 1
+print(json.dumps({"functions": {"cudaMemcpy": {"calls": calls, "errors": 0, "bytes": calls * 5000}}}))
+"#;
+    let folder = tempfile::tempdir().expect("a folder");
+    let library = built().folder.join("libcudart.so.13");
+    let other = folder.path().join("libcudart-of-a-wheel.so.13");
+    fs::copy(&library, &other).expect("copy the library");
+    let mut command = std::process::Command::new("python3");
+    command.env("LD_LIBRARY_PATH", &built().folder);
+    command.args(["-c", PROGRAM]).args([&library, &other]);
+    let (report, account) = traced(&[], Victim::spawn(command));
+    assert_sums(&report, &account);
+    assert_eq!(copies(&report).len(), 1, "{report}");
 }

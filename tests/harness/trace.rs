@@ -4,6 +4,7 @@
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStderr, Command, Stdio};
+use std::thread;
 
 use serde_json::Value;
 
@@ -61,14 +62,30 @@ impl Trace {
 
     /// The report and what it said on stderr, once all targets have ended.
     #[track_caller]
-    pub fn finish(mut self) -> (Value, String) {
+    pub fn finish(self) -> (Value, String) {
+        let (report, said) = self.finish_as_text();
+        (serde_json::from_str(&report).expect("a JSON object"), said)
+    }
+
+    /// The same, where the report is no JSON object.
+    #[track_caller]
+    pub fn finish_as_text(mut self) -> (String, String) {
+        // Both at once: a pipe that is full holds up the other end.
+        let mut stdout = self.child.stdout.take().expect("its stdout");
+        let report = thread::spawn(move || {
+            let mut report = String::new();
+            stdout.read_to_string(&mut report).map(|_| report)
+        });
         let mut said = String::new();
         self.stderr
             .read_to_string(&mut said)
             .expect("read what cmt says");
-        let output = self.child.wait_with_output().expect("wait for cmt");
-        assert!(output.status.success(), "{}: {said}", output.status);
-        let report = serde_json::from_slice(&output.stdout).expect("a JSON object");
+        let status = self.child.wait().expect("wait for cmt");
+        assert!(status.success(), "{status}: {said}");
+        let report = report
+            .join()
+            .expect("the thread that reads")
+            .expect("text on stdout");
         (report, said)
     }
 }

@@ -9,8 +9,11 @@ use anyhow::{Context, Result};
 
 use crate::workspace::{build_cmt, cargo, has_gpu, is_root, line, run};
 
-/// NVIDIA's libcudart, as PyPI has it.
-const RUNTIME_WHEEL: &str = "nvidia-cuda-runtime>=13,<14";
+/// NVIDIA's libcudart and headers of CUDA 13 and 12, as PyPI has them.
+const RUNTIME_WHEELS: [&str; 2] = [
+    "nvidia-cuda-runtime>=13,<14",
+    "nvidia-cuda-runtime-cu12>=12.9,<13",
+];
 const UNIT: &str = "unit";
 const GPU: &str = "gpu";
 const LADDER: [&str; 5] = [UNIT, "stand-in", "kernel", "real-libcudart", GPU];
@@ -296,7 +299,7 @@ pub fn fetch_libcudart() -> Result<PathBuf> {
         "--no-deps",
         "--quiet",
     ]);
-    pip.arg("--dest").arg(&folder).arg(RUNTIME_WHEEL);
+    pip.arg("--dest").arg(&folder).args(RUNTIME_WHEELS);
     run(&mut pip)?;
     for entry in fs::read_dir(&folder)? {
         let path = entry?.path();
@@ -311,7 +314,8 @@ pub fn fetch_libcudart() -> Result<PathBuf> {
 
 fn find_libcudart(folder: &Path) -> Option<PathBuf> {
     let path = folder.join("nvidia/cu13/lib/libcudart.so.13");
-    path.exists().then_some(path)
+    let both = path.exists() && folder.join("nvidia/cuda_runtime/include/cuda.h").exists();
+    both.then_some(path)
 }
 
 #[cfg(test)]

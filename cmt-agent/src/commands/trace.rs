@@ -250,6 +250,9 @@ async fn trace(args: &Args, targets: &Targets) -> anyhow::Result<Option<(Snapsho
         Some(path) => Some(create(path)?),
         None => None,
     };
+    if let Some(path) = &args.hgrm {
+        create(path)?;
+    }
     let telling = args.events || perfetto.is_some();
     let mut tracer = Tracer::start(targets.clone(), telling)?;
     let recorder = tracer

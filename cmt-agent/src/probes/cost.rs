@@ -53,6 +53,9 @@ pub fn pair_ns(probes: &mut Probes) -> (Option<u64>, Links) {
     for key in &counted {
         probes.maps.forget(key);
     }
+    if let Some(events) = &mut probes.events {
+        while events.take_next().is_some() {}
+    }
     let reset =
         probes.maps.enter_phase(phase::PLACING).is_ok() && probes.maps.reset_pairs().is_ok();
     let cost =

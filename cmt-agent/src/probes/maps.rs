@@ -315,7 +315,7 @@ impl Events {
     }
 
     /// The next copy, oldest first; `None` where there is none for now.
-    pub fn next(&mut self) -> Option<CopyEvent> {
+    pub fn take_next(&mut self) -> Option<CopyEvent> {
         let item = self.ring.next()?;
         // SAFETY: a repr(C) structure of integers: any bytes are a value. The ring aligns to 8 bytes, and nothing here
         // depends on it.

@@ -199,7 +199,7 @@ fn find_bases(probes: &mut Probes, mut layout: Layout) -> Result<(), String> {
     layout.page_base = seen
         .folio
         .wrapping_sub((seen.physical >> 12) * u64::from(layout.page_bytes));
-    if layout.page_base % GIB != 0 {
+    if !layout.page_base.is_multiple_of(GIB) {
         return Err("the kernel's array of pages was not found".into());
     }
     layout.ready = 1;

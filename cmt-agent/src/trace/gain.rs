@@ -10,6 +10,7 @@ use cmt_common::control::{Plan, PlanRow};
 use cmt_common::event::CopyKey;
 use serde::Serialize;
 
+use super::Snapshot;
 use crate::histogram::Stat;
 use crate::link::Link;
 
@@ -49,6 +50,22 @@ pub struct Gain {
 }
 
 impl Gain {
+    /// The answer for process `pid` of a trace, on a machine with this link.
+    pub fn of_process(snapshot: &Snapshot, pid: u32, link: Option<&Link>) -> Self {
+        let means = Means {
+            link: link.cloned(),
+            threads: snapshot
+                .processes
+                .get(&pid)
+                .map_or(0, |process| process.threads),
+        };
+        Self::of(
+            snapshot.rows.range(CopyKey::of_process(pid)),
+            snapshot.duration.as_secs_f64(),
+            &means,
+        )
+    }
+
     /// What the copies of one process, traced for `seconds`, say.
     pub fn of<'a>(
         copies: impl Iterator<Item = (&'a CopyKey, &'a Stat)>,
@@ -138,7 +155,9 @@ impl Gain {
         } else {
             (
                 Some(per_minute),
-                format!("estimated gain with cmt attach: {per_minute:.1} s of every minute"),
+                format!(
+                    "estimated gain with cmt attach: {per_minute:.1} s of its threads' time in every minute"
+                ),
             )
         };
         Self {
@@ -208,7 +227,7 @@ mod tests {
         let saved = found.saved_s_per_minute.expect("an estimate");
         // 0.9 s of calls in 10 s; staged, each would take 1.5 ms.
         assert!((4.0..5.0).contains(&saved), "{saved}");
-        assert!(found.advice.contains("s of every minute"), "{found:?}");
+        assert!(found.advice.contains("of its threads' time"), "{found:?}");
         let rate = found.pageable_htod_gb_per_s.expect("a rate");
         assert!((rate - 7.456).abs() < 0.01, "{rate}");
     }

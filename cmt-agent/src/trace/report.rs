@@ -8,7 +8,7 @@ use cmt_common::histogram::size_class_bytes;
 use serde::Serialize;
 
 use super::Snapshot;
-use super::gain::{Gain, Means};
+use super::gain::Gain;
 use crate::histogram::Stat;
 use crate::link::Link;
 use crate::workload::Workload;
@@ -125,16 +125,11 @@ impl Report {
             .processes
             .iter()
             .map(|(pid, process)| {
-                let means = Means {
-                    link: link.clone(),
-                    threads: process.threads,
-                };
-                let own = CopyKey::of_process(*pid);
                 let report = ProcessReport {
                     pid: *pid,
                     comm: process.comm.clone(),
                     workload: process.workload.clone(),
-                    gain: Gain::of(snapshot.rows.range(own), seconds, &means),
+                    gain: Gain::of_process(snapshot, *pid, link.as_ref()),
                     copies: Vec::new(),
                 };
                 (*pid, report)

@@ -26,6 +26,8 @@ use crate::workload::Workload;
 
 /// In a trace of all processes, a known one is looked at again once in so many scans.
 const KNOWN_EVERY: u32 = 4;
+/// Maps are read once in so many looks though the address space has kept its size.
+const LOOK_ANYWAY: u32 = 32;
 /// In a trace of all processes, what ended ones counted leaves the kernel once in so many scans.
 const HARVEST_EVERY: u32 = 8;
 
@@ -73,6 +75,11 @@ struct Watched {
     /// Probes that fire for this process only.
     links: Vec<Links>,
     looked_at: bool,
+    /// Size of its address space and its name when its maps were last read: without a change in either nothing was mapped.
+    size: u64,
+    name: Option<String>,
+    /// Times that it was looked at.
+    looks: u32,
     /// Its maps were searched for memory that was there before the probes.
     memory_known: bool,
     /// Ranges taken from its maps, by start.
@@ -265,12 +272,10 @@ impl Scanner {
             .filter_map(Result::ok)
             .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
         for pid in pids.filter(|pid| *pid != own) {
-            if let Some(watched) = self.processes.get(&pid)
-                && start_time(pid) == Some(watched.start_time)
+            // Whether a known id is another process by now is seen when its turn comes.
+            if !self.processes.contains_key(&pid)
+                && let Some(start_time) = start_time(pid)
             {
-                continue;
-            }
-            if let Some(start_time) = start_time(pid) {
                 self.processes.insert(pid, Watched::new(pid, 0, start_time));
             }
         }
@@ -281,8 +286,22 @@ impl Scanner {
         let Some(watched) = self.processes.get_mut(&pid) else {
             return Ok(());
         };
+        let stat = live_stat(pid);
+        let is_same = stat
+            .as_ref()
+            .is_some_and(|stat| stat.starttime == watched.start_time);
+        let size = stat.as_ref().map_or(0, |stat| stat.vsize);
+        let name = stat.map(|stat| text::printable(&stat.comm));
+        watched.looks = watched.looks.wrapping_add(1);
+        if is_same
+            && watched.size == size
+            && watched.name == name
+            && !watched.looks.is_multiple_of(LOOK_ANYWAY)
+        {
+            return Ok(());
+        }
         let maps = read_maps(pid);
-        if start_time(pid) != Some(watched.start_time) || maps.as_ref().is_ok_and(Vec::is_empty) {
+        if !is_same || maps.as_ref().is_ok_and(Vec::is_empty) {
             watched.ended = true;
             probes.maps.forget_process(pid);
             for (start, range) in watched.ranges.drain() {
@@ -291,6 +310,8 @@ impl Scanner {
             return Ok(());
         }
         watched.comm = comm(pid).unwrap_or_else(|| mem::take(&mut watched.comm));
+        watched.size = size;
+        watched.name = name;
         let maps = match maps {
             Ok(maps) => maps,
             Err(_) if self.named.is_none() => return Ok(()),
@@ -485,6 +506,9 @@ impl Watched {
             threads: 0,
             links: Vec::new(),
             looked_at: false,
+            size: 0,
+            name: None,
+            looks: 0,
             memory_known: false,
             ranges: HashMap::new(),
         }
@@ -559,8 +583,13 @@ fn has_memory(pid: u32) -> bool {
 
 /// When a process started, in clock ticks since boot; `None` once it has ended.
 fn start_time(pid: u32) -> Option<u64> {
+    live_stat(pid).map(|stat| stat.starttime)
+}
+
+/// `None` once it has ended.
+fn live_stat(pid: u32) -> Option<procfs::process::Stat> {
     let stat = Proc::new(pid as i32).ok()?.stat().ok()?;
-    (!matches!(stat.state, 'Z' | 'X')).then_some(stat.starttime)
+    (!matches!(stat.state, 'Z' | 'X')).then_some(stat)
 }
 
 fn comm(pid: u32) -> Option<String> {
