@@ -4,6 +4,7 @@
     reason = "map keys and values are passed to the kernel as bytes"
 )]
 
+use std::collections::HashSet;
 use std::path::Path;
 
 use aya::maps::{
@@ -94,6 +95,15 @@ impl Maps {
             found.push((key.0, stat.0));
         }
         Ok(found)
+    }
+
+    /// The processes that something was counted of.
+    pub fn copying_processes(&self) -> HashSet<u32> {
+        self.copies
+            .keys()
+            .filter_map(Result::ok)
+            .map(|key| key.0.pid)
+            .collect()
     }
 
     /// Removes what was counted under `key`.

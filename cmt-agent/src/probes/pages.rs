@@ -48,8 +48,9 @@ extern "C" fn ask(_address: u64, _descriptor: u64) -> u32 {
 /// Why page tables cannot be read here, in words for the user.
 pub fn learn(probes: &mut Probes) -> (Result<(), String>, Links) {
     let mut links = Links::default();
-    if kernel::is_blind() {
-        return (Err("pretended".into()), links);
+    if !kernel::lets_read() {
+        let why = "kernel lockdown is in confidentiality mode";
+        return (Err(why.into()), links);
     }
     let learnt = Btf::read(Path::new(BTF))
         .and_then(|btf| offsets(&btf))

@@ -13,6 +13,7 @@ use cmt_common::api::{ALLOC_FNS, SYNC_FNS};
 use cmt_common::event::{AllocCookie, CopyCookie, sync_cookie};
 
 use super::ProbeError;
+use super::kernel;
 use super::library::{Library, Site};
 use super::link::{Link, Links, Point, Target, multi};
 use super::load::{self, Kind};
@@ -76,6 +77,7 @@ impl Probes {
             .btf(None)
             .override_global(aya_log::LEVEL, &level, true)
             .override_global("PICKING", &u8::from(picking), true)
+            .override_global("SEEING", &u8::from(kernel::lets_read()), true)
             .override_global("TELLING", &u8::from(telling), true)
             .map_max_entries("EVENTS", ring_bytes)
             .load(OBJECT)

@@ -468,18 +468,26 @@ impl Scanner {
 
     /// Moves the counts of processes that have ended out of the kernel's map, whose room is bounded.
     fn harvest(&mut self, probes: &mut Probes) {
-        let Ok(rows) = probes.maps.copies() else {
-            return;
+        let ended: HashSet<u32> = probes
+            .maps
+            .copying_processes()
+            .into_iter()
+            .filter(|pid| start_time(*pid).is_none())
+            .collect();
+        // Read after they have ended, so that nothing is added any more.
+        let rows = match ended.is_empty() {
+            true => Vec::new(),
+            false => probes.maps.copies().unwrap_or_default(),
         };
-        for (key, stat) in rows {
-            if start_time(key.pid).is_none() {
-                self.finished
-                    .entry(key)
-                    .or_default()
-                    .merge(&Stat::from(&stat));
-                probes.maps.forget(&key);
-                probes.maps.forget_process(key.pid);
-            }
+        for (key, stat) in rows.iter().filter(|(key, _)| ended.contains(&key.pid)) {
+            self.finished
+                .entry(*key)
+                .or_default()
+                .merge(&Stat::from(stat));
+            probes.maps.forget(key);
+        }
+        for pid in ended {
+            probes.maps.forget_process(pid);
         }
         probes.maps.drop_dead_calls();
         if self.files.len() > MOST_FILES {
