@@ -38,6 +38,8 @@ pub struct Overhead {
     pub calls: u64,
     /// Cost of one pair in nanoseconds, measured when the trace began; null where that failed.
     pub pair_ns: Option<u64>,
+    /// True where some of the calls cost more: functions that do not begin with an instruction that the kernel emulates.
+    pub at_least: bool,
 }
 
 /// One process.
@@ -150,6 +152,7 @@ impl Report {
             overhead: Overhead {
                 calls: snapshot.probe_pairs,
                 pair_ns,
+                at_least: snapshot.single_stepped,
             },
         }
     }

@@ -53,6 +53,8 @@ pub(super) struct Scanner {
     /// Those processes.
     gone: BTreeMap<u32, Process>,
     warnings: Vec<String>,
+    /// Some probed functions begin with an instruction that the kernel has to single-step.
+    single_stepped: bool,
     /// Probes on this process, which have done their work.
     own: Vec<Links>,
     /// Why the programs cannot read page tables, where they cannot.
@@ -122,6 +124,7 @@ impl Scanner {
             finished: BTreeMap::new(),
             gone: BTreeMap::new(),
             warnings: Vec::new(),
+            single_stepped: false,
             own: Vec::new(),
             blind: None,
             started: Instant::now(),
@@ -219,6 +222,7 @@ impl Scanner {
             rows,
             lost: probes.maps.lost()?,
             probe_pairs: probes.maps.pairs()?,
+            single_stepped: self.single_stepped,
             processes,
             warnings: self.warnings.clone(),
         })
@@ -405,6 +409,7 @@ impl Scanner {
                 Err(error) => return Err(error.into()),
             }
         }
+        self.single_stepped |= library.single_stepped;
         log::info!(
             "process {pid}: {} has {} functions to probe",
             mapped.shown(),
