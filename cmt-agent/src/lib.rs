@@ -16,6 +16,7 @@ pub mod origin;
 pub mod pipe;
 pub mod probes;
 pub mod profile;
+pub mod serve;
 pub mod target;
 pub mod trace;
 pub mod wait;

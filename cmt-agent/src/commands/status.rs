@@ -118,6 +118,11 @@ fn all() -> anyhow::Result<(Vec<Process>, usize)> {
     Ok((attached, unseen))
 }
 
+/// Whether the new copier is in process `pid`; false where that may not be looked at.
+pub fn is_attached(pid: u32) -> bool {
+    Target::look_at(pid).is_ok_and(|target| matches!(attached_one(target), Ok(Some(_))))
+}
+
 fn attached_one(mut target: Target) -> Result<Option<Process>, InjectError> {
     let Some(control) = injector::find_control(&mut target)? else {
         return Ok(None);

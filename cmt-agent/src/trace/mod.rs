@@ -10,6 +10,7 @@ pub mod perfetto;
 pub mod record;
 pub mod report;
 mod scan;
+mod shared;
 mod snapshot;
 mod summary;
 pub mod table;
@@ -24,7 +25,7 @@ use thiserror::Error;
 
 use crate::probes::{self, Events, ProbeError, Probes, Reach};
 use scan::Scanner;
-pub use snapshot::{Process, Snapshot};
+pub use snapshot::{Drained, Process, Snapshot};
 
 /// How often maps are read for new libraries and processes.
 const SCAN_INTERVAL: Duration = Duration::from_millis(250);
@@ -146,6 +147,13 @@ impl Tracer {
     pub fn snapshot(&self) -> Result<Snapshot, TraceError> {
         let state = lock(&self.state);
         state.scanner.snapshot(&state.probes)
+    }
+
+    /// Everything counted since the start, of ended processes once: for a trace of all processes that goes on for weeks.
+    pub fn drain(&self) -> Result<Drained, TraceError> {
+        let mut state = lock(&self.state);
+        let State { probes, scanner } = &mut *state;
+        scanner.drain(probes)
     }
 
     /// True once every process that was named has ended; never with [`Targets::All`].

@@ -12,13 +12,14 @@ use cmt_common::event::{CopyKey, MAX_TARGETS, phase};
 use procfs::process::Process as Proc;
 
 use super::memory::{self, Range};
-use super::snapshot::{Process, Snapshot};
+use super::shared::Shared;
+use super::snapshot::{Drained, Process, Snapshot};
 use super::{Targets, TraceError};
 use crate::cpus::Cpus;
 use crate::histogram::Stat;
 use crate::probes::rights::Deed;
 use crate::probes::{
-    Library, Links, Mapped, ProbeError, Probes, Target, in_first_pid_namespace, rights,
+    self, Library, Links, Mapped, ProbeError, Probes, Target, in_first_pid_namespace, rights,
 };
 use crate::target::maps::{self, FileId, Mapping};
 use crate::target::text;
@@ -47,7 +48,7 @@ pub(super) struct Scanner {
     /// Mapped files that were read already.
     files: HashMap<(FileId, PathBuf), Option<Arc<Library>>>,
     /// Probes that fire for all processes, by file.
-    shared: HashMap<FileId, Links>,
+    shared: Shared,
     /// Counts of processes that have ended.
     finished: BTreeMap<CopyKey, Stat>,
     /// Those processes.
@@ -120,7 +121,7 @@ impl Scanner {
             named,
             processes,
             files: HashMap::new(),
-            shared: HashMap::new(),
+            shared: Shared::default(),
             finished: BTreeMap::new(),
             gone: BTreeMap::new(),
             warnings: Vec::new(),
@@ -170,6 +171,7 @@ impl Scanner {
         }
         if self.named.is_none() && self.scans.is_multiple_of(HARVEST_EVERY) {
             self.harvest(probes);
+            self.sweep(probes);
         }
     }
 
@@ -184,7 +186,7 @@ impl Scanner {
         if let Err(error) = probes.maps.enter_phase(phase::ENDING) {
             self.warn(error.to_string());
         }
-        let shared = mem::take(&mut self.shared).into_values();
+        let shared = self.shared.take();
         let own = self
             .processes
             .values_mut()
@@ -201,20 +203,8 @@ impl Scanner {
         }
         // A class appears in the map an instant before its first call is counted.
         rows.retain(|_, stat| stat.calls > 0);
-        let mut processes: BTreeMap<u32, Process> = self
-            .processes
-            .iter()
-            .map(|(pid, watched)| (*pid, watched.process(self.named.is_some())))
-            .collect();
-        for key in rows.keys() {
-            if let Some(gone) = self.gone.get(&key.pid) {
-                processes.entry(key.pid).or_insert_with(|| gone.clone());
-            }
-            processes.entry(key.pid).or_insert_with(|| Process {
-                comm: probes.maps.comm(key.pid).unwrap_or_default(),
-                ..Process::default()
-            });
-        }
+        let mut processes = self.known();
+        self.name(&mut processes, rows.keys(), probes);
         let at = self.ended_at.unwrap_or_else(Instant::now);
         Ok(Snapshot {
             at,
@@ -226,6 +216,48 @@ impl Scanner {
             processes,
             warnings: self.warnings.clone(),
         })
+    }
+
+    /// What processes counted that have ended since the last drain, apart from what the others have counted since the
+    /// trace began. The former is forgotten here.
+    pub fn drain(&mut self, probes: &mut Probes) -> Result<Drained, TraceError> {
+        self.harvest(probes);
+        let ended = mem::take(&mut self.finished);
+        let mut whole = match self.snapshot(probes) {
+            Ok(whole) => whole,
+            Err(error) => {
+                self.finished = ended;
+                return Err(error);
+            }
+        };
+        self.name(&mut whole.processes, ended.keys(), probes);
+        self.gone.clear();
+        Ok(Drained { ended, live: whole })
+    }
+
+    /// The processes that are looked at.
+    fn known(&self) -> BTreeMap<u32, Process> {
+        self.processes
+            .iter()
+            .map(|(pid, watched)| (*pid, watched.process(self.named.is_some())))
+            .collect()
+    }
+
+    /// Adds those of `keys`, as far as anything is known of them.
+    fn name<'a>(
+        &self,
+        processes: &mut BTreeMap<u32, Process>,
+        keys: impl Iterator<Item = &'a CopyKey>,
+        probes: &Probes,
+    ) {
+        for pid in keys.map(|key| key.pid) {
+            processes.entry(pid).or_insert_with(|| {
+                self.gone.get(&pid).cloned().unwrap_or_else(|| Process {
+                    comm: probes.maps.comm(pid).unwrap_or_default(),
+                    ..Process::default()
+                })
+            });
+        }
     }
 
     fn look_at_all(&mut self, probes: &mut Probes) -> Result<(), TraceError> {
@@ -385,7 +417,7 @@ impl Scanner {
         // The same file may be open to us only through this process.
         let library = library.through(mapped);
         let shared = self.named.is_none();
-        let unseen = !(shared && self.shared.contains_key(&mapped.id));
+        let unseen = !(shared && self.shared.has(mapped.id));
         if self.blind.is_some() && (unseen || self.scans == 0) {
             probes.maps.mark_earlier(pid)?;
         }
@@ -393,7 +425,7 @@ impl Scanner {
             let target = (!shared).then_some(watched.target);
             match probes.attach(&library, target) {
                 Ok(links) if shared => {
-                    self.shared.insert(mapped.id, links);
+                    self.shared.insert(mapped.id, links, self.scans);
                 }
                 Ok(links) => watched.links.push(links),
                 // The process has just ended, or unmapped the file.
@@ -473,28 +505,39 @@ impl Scanner {
 
     /// Moves the counts of processes that have ended out of the kernel's map, whose room is bounded.
     fn harvest(&mut self, probes: &mut Probes) {
-        let ended: HashSet<u32> = probes
-            .maps
-            .copying_processes()
-            .into_iter()
-            .filter(|pid| start_time(*pid).is_none())
-            .collect();
-        // Read after they have ended, so that nothing is added any more.
-        let rows = match ended.is_empty() {
-            true => Vec::new(),
-            false => probes.maps.copies().unwrap_or_default(),
+        let Ok(keys) = probes.maps.copy_keys() else {
+            return;
         };
-        for (key, stat) in rows.iter().filter(|(key, _)| ended.contains(&key.pid)) {
-            self.finished
-                .entry(*key)
-                .or_default()
-                .merge(&Stat::from(stat));
-            probes.maps.forget(key);
+        let mut ended: HashMap<u32, bool> = HashMap::new();
+        for key in keys {
+            // Read only now: its last calls may have come just before its end.
+            if *ended.entry(key.pid).or_insert_with(|| has_ended(key.pid))
+                && let Some(stat) = probes.maps.take_copy(&key)
+            {
+                self.finished
+                    .entry(key)
+                    .or_default()
+                    .merge(&Stat::from(&stat));
+            }
         }
-        for pid in ended {
-            probes.maps.forget_process(pid);
-        }
+    }
+
+    /// Makes room that is held for processes that have ended, and for libraries that nobody maps any more.
+    fn sweep(&mut self, probes: &mut Probes) {
+        let mut owners = probes.maps.owners();
+        owners.retain(|pid| has_ended(*pid));
+        probes.maps.forget_processes(&owners);
         probes.maps.drop_dead_calls();
+        let in_use: HashSet<FileId> = self
+            .processes
+            .values()
+            .flat_map(|watched| watched.libraries.keys().copied())
+            .collect();
+        let unused = self.shared.take_unused(&in_use, self.scans);
+        // Another file may get the same number.
+        self.files
+            .retain(|(id, _), _| unused.iter().all(|(unused, _)| unused != id));
+        probes::detach(unused.into_iter().map(|(_, links)| links));
         if self.files.len() > MOST_FILES {
             self.files.clear();
         }
@@ -603,6 +646,14 @@ fn start_time(pid: u32) -> Option<u64> {
 fn live_stat(pid: u32) -> Option<procfs::process::Stat> {
     let stat = Proc::new(pid as i32).ok()?.stat().ok()?;
     (!matches!(stat.state, 'Z' | 'X')).then_some(stat)
+}
+
+/// True once no thread of a process runs any more. One whose first thread alone has ended looks like a zombie.
+fn has_ended(pid: u32) -> bool {
+    match Proc::new(pid as i32).and_then(|process| process.stat()) {
+        Ok(stat) => matches!(stat.state, 'Z' | 'X') && stat.num_threads <= 1,
+        Err(error) => matches!(error, procfs::ProcError::NotFound(_)),
+    }
 }
 
 fn comm(pid: u32) -> Option<String> {

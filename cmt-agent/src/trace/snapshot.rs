@@ -46,6 +46,15 @@ pub struct Snapshot {
     pub warnings: Vec<String>,
 }
 
+/// A snapshot of a trace that goes on for weeks.
+#[derive(Clone, Debug)]
+pub struct Drained {
+    /// What processes counted in all that have ended since the snapshot before. It is in no later one.
+    pub ended: BTreeMap<CopyKey, Stat>,
+    /// What the others have counted so far. Its processes are those of both.
+    pub live: Snapshot,
+}
+
 impl Snapshot {
     /// What a trace that never ran has seen.
     pub fn empty() -> Self {
