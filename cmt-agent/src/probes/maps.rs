@@ -80,7 +80,7 @@ impl Maps {
     }
 
     /// Makes the programs see process `pid`, where they pick.
-    pub(super) fn choose(&mut self, pid: u32) -> Result<(), ProbeError> {
+    pub fn choose(&mut self, pid: u32) -> Result<(), ProbeError> {
         self.chosen
             .insert(pid, 1, 0)
             .map_err(|error| map_error("CHOSEN", error))
