@@ -231,7 +231,7 @@ fn a_report_says_what_attach_would_give_back() {
         (
             &["--bytes", "4M", "--calls", "60"][..],
             &link[..],
-            "s of every minute",
+            "of its threads' time",
             true,
         ),
         (
@@ -459,4 +459,22 @@ print(json.dumps({"functions": {"cudaMemcpy": {"calls": calls, "errors": 0, "byt
     let (report, account) = traced(&[], Victim::spawn(command));
     assert_sums(&report, &account);
     assert_eq!(copies(&report).len(), 1, "{report}");
+}
+
+#[test]
+fn ctrl_c_leaves_no_probe_behind() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let victim = Victim::start("victim-rt", ["--bytes", "4K", "--pause-ms", "1"]);
+    let code = || (victim.code("libcuda.so.1"), victim.code("libcudart.so.13"));
+    let before = code();
+    let trace = Trace::start(["--all"]);
+    let probed = code();
+    // Not compared by a macro that prints them.
+    assert!(before.0 != probed.0, "no probe in libcuda");
+    assert!(before.1 != probed.1, "no probe in libcudart");
+    trace.interrupt();
+    assert!(code() == before, "a probe is left");
+    victim.stop();
 }

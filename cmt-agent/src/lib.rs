@@ -12,6 +12,7 @@ pub mod html;
 pub mod injector;
 pub mod keeper;
 pub mod link;
+pub mod origin;
 pub mod pipe;
 pub mod probes;
 pub mod profile;

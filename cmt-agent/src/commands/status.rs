@@ -70,7 +70,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     };
     if unseen > 0 {
         eprintln!(
-            "cmt: {unseen} processes may not be inspected, so they may be attached too: {}",
+            "cmt: {unseen} of the processes may not be inspected, and may be attached too: {}",
             rights::refusal(Deed::Look { own: false })
         );
     }

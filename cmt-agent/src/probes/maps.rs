@@ -80,7 +80,7 @@ impl Maps {
     }
 
     /// Makes the programs see process `pid`, where they pick.
-    pub(super) fn choose(&mut self, pid: u32) -> Result<(), ProbeError> {
+    pub fn choose(&mut self, pid: u32) -> Result<(), ProbeError> {
         self.chosen
             .insert(pid, 1, 0)
             .map_err(|error| map_error("CHOSEN", error))
@@ -347,7 +347,7 @@ impl Events {
     }
 
     /// The next copy, oldest first; `None` where there is none for now.
-    pub fn next(&mut self) -> Option<CopyEvent> {
+    pub fn take_next(&mut self) -> Option<CopyEvent> {
         let item = self.ring.next()?;
         // SAFETY: a repr(C) structure of integers: any bytes are a value. The ring aligns to 8 bytes, and nothing here
         // depends on it.

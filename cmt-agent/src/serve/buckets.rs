@@ -91,7 +91,7 @@ mod tests {
                     .wrapping_mul(6364136223846793005)
                     .wrapping_add(1442695040888963407);
                 let bits = 3 + (seed >> 32) % 37;
-                (1 << bits) | (seed >> 20) % (1 << bits)
+                (1 << bits) | ((seed >> 20) % (1 << bits))
             })
             .collect()
     }

@@ -5,6 +5,7 @@ pub mod events;
 pub mod gain;
 pub mod hgrm;
 pub mod intervals;
+mod life;
 pub(crate) mod memory;
 pub mod perfetto;
 pub mod record;
@@ -21,6 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use thiserror::Error;
 
 use crate::probes::{self, Events, ProbeError, Probes, Reach};
@@ -105,6 +107,7 @@ impl Tracer {
     /// `telling` makes single copies available, too: [`Tracer::take_events`].
     pub fn start(targets: Targets, telling: bool) -> Result<Self, TraceError> {
         let begun = Instant::now();
+        allow_all_descriptors();
         let scanner = Scanner::new(&targets)?;
         let reach = match targets {
             Targets::Pids(_) => Reach::Chosen,
@@ -188,6 +191,15 @@ impl Tracer {
 impl Drop for Tracer {
     fn drop(&mut self) {
         self.halt();
+    }
+}
+
+/// Every library's probes take some descriptors, so a node full of containers takes more than the usual limit.
+fn allow_all_descriptors() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        log::debug!("the limit of descriptors stays: {error}");
     }
 }
 

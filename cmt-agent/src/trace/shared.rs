@@ -3,6 +3,8 @@
 
 use std::collections::{HashMap, HashSet};
 
+use cmt_common::event::MAX_TARGETS;
+
 use crate::probes::Links;
 use crate::target::maps::FileId;
 
@@ -16,6 +18,7 @@ const MOST_UNUSED: usize = 32;
 #[derive(Default)]
 pub(super) struct Shared {
     files: HashMap<FileId, Used>,
+    numbered: u16,
 }
 
 struct Used {
@@ -25,6 +28,13 @@ struct Used {
 }
 
 impl Shared {
+    /// A number for the next file's probes, below [`MAX_TARGETS`] and not 0. Two mounts of one file show it under two ids, and its
+    /// calls pass the probes of both: the programs tell them apart by this.
+    pub fn next_number(&mut self) -> u16 {
+        self.numbered = self.numbered % (MAX_TARGETS as u16 - 1) + 1;
+        self.numbered
+    }
+
     /// Whether a file has probes.
     pub fn has(&self, id: FileId) -> bool {
         self.files.contains_key(&id)
