@@ -171,7 +171,8 @@ impl Samples {
 
     /// Calls, errors and bytes of a workload.
     fn of_workload(&self, workload: &str) -> [u64; 3] {
-        let label = format!("workload=\"{workload}\"");
+        let escaped = workload.replace('\\', "\\\\").replace('"', "\\\"");
+        let label = format!("workload=\"{escaped}\"");
         ["calls", "errors", "bytes"]
             .map(|what| self.sum(&format!("cmt_copy_{what}_total"), &[&label]) as u64)
     }
@@ -255,6 +256,7 @@ fn counts_are_those_of_the_victims_in_every_format() {
             "--bytes 16K --calls 100 --fail-every 5 --exact",
         ),
         ("sv-d", "victim-drv", "--bytes 4K --calls 10"),
+        ("s\"v\\", "victim-drv", "--bytes 4K --calls 10"),
         ("sv-e", "victim-rt", "--bytes 64K --calls 200 --pause-ms 1"),
     ];
     let mut own = Vec::new();

@@ -118,9 +118,16 @@ fn all() -> anyhow::Result<(Vec<Process>, usize)> {
     Ok((attached, unseen))
 }
 
-/// Whether the new copier is in process `pid`; false where that may not be looked at.
-pub fn is_attached(pid: u32) -> bool {
-    Target::look_at(pid).is_ok_and(|target| matches!(attached_one(target), Ok(Some(_))))
+/// Whether the new copier is in process `pid`; `None` where that may not be looked at.
+pub fn is_attached(pid: u32) -> Option<bool> {
+    match Target::look_at(pid) {
+        Ok(target) => match attached_one(target) {
+            Err(InjectError::NotAllowed { .. }) => None,
+            found => Some(found.is_ok_and(|found| found.is_some())),
+        },
+        Err(TargetError::NoPermission { .. }) => None,
+        Err(_) => Some(false),
+    }
 }
 
 fn attached_one(mut target: Target) -> Result<Option<Process>, InjectError> {

@@ -199,12 +199,14 @@ fn tracing(to: &mut DescriptorEncoder, totals: &Totals) -> Result<(), Error> {
             &seconds(totals.probe_pairs.saturating_mul(pair_ns)),
         )?;
     }
-    gauge(
-        to,
-        "cmt_attached_processes",
-        "Processes that have the new copier.",
-        &(totals.attached as u64),
-    )?;
+    if let Some(attached) = totals.attached {
+        gauge(
+            to,
+            "cmt_attached_processes",
+            "Processes that have the new copier.",
+            &(attached as u64),
+        )?;
+    }
     gauge(
         to,
         "cmt_traced_processes",

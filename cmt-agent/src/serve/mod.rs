@@ -18,8 +18,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use axum_server::Handle;
 use axum_server::tls_rustls::RustlsConfig;
+use axum_server::{Address, Handle, Server};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
@@ -38,6 +38,8 @@ const LOOK_EVERY: Duration = Duration::from_secs(10);
 const GRACE: Duration = Duration::from_millis(300);
 /// A connection that has asked for nothing after so long is closed.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// One that asks for nothing more, after so long.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Threads that answer, and threads that read the kernel's maps for them.
 const ANSWERING: usize = 2;
 const READING: usize = 2;
@@ -89,17 +91,13 @@ async fn serve(
     };
     let mut server = match &certificate {
         Some(certificate) => {
-            let server = axum_server::from_tcp_rustls(listener, certificate.config.clone());
-            // HTTP 2, too: it offers that in the handshake.
-            let server = server.context("serving")?;
-            let server = server.first_request_timeout(REQUEST_TIMEOUT);
-            tokio::spawn(server.handle(handle.clone()).serve(router))
+            let config = certificate.config.clone();
+            let server = axum_server::from_tcp_rustls(listener, config).context("serving")?;
+            tokio::spawn(patient(server, &handle).serve(router))
         }
         None => {
-            let server = axum_server::from_tcp(listener);
-            let server = server.context("serving")?.http1_only();
-            let server = server.first_request_timeout(REQUEST_TIMEOUT);
-            tokio::spawn(server.handle(handle.clone()).serve(router))
+            let server = axum_server::from_tcp(listener).context("serving")?;
+            tokio::spawn(patient(server, &handle).serve(router))
         }
     };
     let scheme = if certificate.is_some() {
@@ -126,6 +124,20 @@ async fn serve(
     // Who is not done by then gets no answer.
     let _ = tokio::time::timeout(2 * GRACE, server).await;
     Ok(())
+}
+
+/// The same server, as patient as it should be.
+fn patient<A: Address, Acceptor>(
+    mut server: Server<A, Acceptor>,
+    handle: &Handle<A>,
+) -> Server<A, Acceptor> {
+    server
+        .http_builder()
+        .http1()
+        .header_read_timeout(IDLE_TIMEOUT);
+    server
+        .first_request_timeout(REQUEST_TIMEOUT)
+        .handle(handle.clone())
 }
 
 /// Places probes, on a thread that an early end need not wait for: they go with the process.

@@ -153,9 +153,10 @@ impl Interval {
     }
 }
 
-/// How many of these processes are attached.
-pub fn attached(pids: &[u32]) -> usize {
-    pids.iter().filter(|pid| status::is_attached(**pid)).count()
+/// How many of these processes are attached; `None` where some may not be looked at.
+pub fn attached(pids: &[u32]) -> Option<usize> {
+    let attached: Option<Vec<bool>> = pids.iter().map(|pid| status::is_attached(*pid)).collect();
+    Some(attached?.into_iter().filter(|attached| *attached).count())
 }
 
 /// The totals, whoever held them last.

@@ -95,8 +95,8 @@ pub struct Totals {
     pub probe_pairs: u64,
     /// What one costs, where that is known.
     pub pair_ns: Option<u64>,
-    /// Processes that are attached now.
-    pub attached: usize,
+    /// Processes that are attached now, where that may be looked at.
+    pub attached: Option<usize>,
     /// Processes that map a CUDA library now.
     pub traced: usize,
     workloads: Workloads,
@@ -114,7 +114,7 @@ impl Totals {
             lost: [0; LOST_REASONS],
             probe_pairs: 0,
             pair_ns: None,
-            attached: 0,
+            attached: None,
             traced: 0,
             workloads: Workloads::new(most_workloads),
             most_flows: most_workloads * FLOWS_PER_WORKLOAD,
