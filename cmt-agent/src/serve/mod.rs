@@ -1,10 +1,11 @@
 //! `cmt serve`: what all processes of a node copy, as metrics that a Prometheus fetches. For weeks, in bounded memory.
 //!
-//! `node` traces and folds what it finds into `totals`; `exposition` names it, `buckets` shapes it, and `http` hands it out.
+//! `node` traces, `ledger` adds what is new to `totals`; `exposition` names it, `buckets` shapes it, and `http` hands it out.
 
 pub mod buckets;
 mod exposition;
 mod http;
+mod ledger;
 mod node;
 mod password;
 pub mod totals;
