@@ -107,48 +107,61 @@ fn duration(to: &mut MetricEncoder, class: &Class, stat: &Stat) -> Result<(), Er
 }
 
 fn flows(to: &mut DescriptorEncoder, totals: &Totals) -> Result<(), Error> {
-    let mut each =
-        |name: &str,
-         help: &str,
-         unit: Option<&Unit>,
-         show: &dyn Fn(&mut MetricEncoder, &[(&str, &str); 3], &Counts) -> Result<(), Error>|
-         -> Result<(), Error> {
-            let mut encoder = to.encode_descriptor(name, help, unit, MetricType::Counter)?;
-            for (flow, counts) in &totals.flows {
-                show(&mut encoder, &labels(flow), counts)?;
-            }
-            Ok(())
-        };
-    each(
+    flow(
+        to,
+        totals,
         "cmt_copy_bytes",
         "Bytes of successful copy calls.",
         None,
-        &|to, labels, counts| count(to, labels, &counts.bytes),
+        |counts| counts.bytes,
     )?;
-    each(
+    flow(
+        to,
+        totals,
         "cmt_copy_calls",
         "Copy calls, failed ones included.",
         None,
-        &|to, labels, counts| count(to, labels, &counts.calls),
+        |counts| counts.calls,
     )?;
-    each(
+    flow(
+        to,
+        totals,
         "cmt_copy_errors",
         "Copy calls that returned an error.",
         None,
-        &|to, labels, counts| count(to, labels, &counts.errors),
+        |counts| counts.errors,
     )?;
-    each(
+    flow(
+        to,
+        totals,
         "cmt_copy",
         "Time in successful copy calls.",
         Some(&Unit::Seconds),
-        &|to, labels, counts| count(to, labels, &seconds(counts.total_ns)),
+        |counts| seconds(counts.total_ns),
     )?;
-    each(
+    flow(
+        to,
+        totals,
         "cmt_copy_wait",
         "Time in waits right behind asynchronous copies.",
         Some(&Unit::Seconds),
-        &|to, labels, counts| count(to, labels, &seconds(counts.wait_ns)),
+        |counts| seconds(counts.wait_ns),
     )
+}
+
+fn flow<V: EncodeCounterValue>(
+    to: &mut DescriptorEncoder,
+    totals: &Totals,
+    name: &str,
+    help: &str,
+    unit: Option<&Unit>,
+    value: impl Fn(&Counts) -> V,
+) -> Result<(), Error> {
+    let mut encoder = to.encode_descriptor(name, help, unit, MetricType::Counter)?;
+    for (flow, counts) in &totals.flows {
+        count(&mut encoder, &labels(flow), &value(counts))?;
+    }
+    Ok(())
 }
 
 fn labels(flow: &Flow) -> [(&str, &str); 3] {

@@ -131,7 +131,10 @@ async fn serve(
 /// Places probes, on a thread that an early end need not wait for: they go with the process.
 async fn start(totals: Arc<Mutex<Totals>>) -> anyhow::Result<Node> {
     let (send, receive) = oneshot::channel();
-    thread::spawn(move || send.send(Node::start(totals)));
+    thread::spawn(move || {
+        // At an early end nobody waits for it.
+        let _ = send.send(Node::start(totals));
+    });
     Ok(receive.await.context("placing probes")??)
 }
 

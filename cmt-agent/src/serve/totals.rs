@@ -254,8 +254,10 @@ mod tests {
         for pid in 0..10_000 {
             let size = 1u64 << (pid % 33);
             let key = key(pid, (pid % 5) as u8, (pid / 5 % 5) as u8, size);
-            totals.add(&key, &format!("comm/{}", pid % 3000), &stat(size));
-            totals.add_recoverable(&format!("comm/{}", pid % 3000), 0.5);
+            // Some copy in all ways, and many once.
+            let workload = format!("comm/{}", if pid % 2 == 0 { pid % 34 } else { pid });
+            totals.add(&key, &workload, &stat(size));
+            totals.add_recoverable(&workload, 0.5);
             calls += 1;
             bytes += size;
         }
