@@ -4,5 +4,6 @@ pub mod attach;
 pub mod bench;
 pub mod detach;
 pub mod doctor;
+pub mod fleet;
 pub mod status;
 pub mod trace;
