@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::net::TcpListener;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -12,47 +13,59 @@ use tempfile::TempDir;
 #[derive(Debug)]
 pub struct Prometheus {
     child: Child,
-    folder: TempDir,
+    log: PathBuf,
+    /// Removed with it.
+    folder: Option<TempDir>,
     /// Where it listens.
     pub url: String,
 }
 
 impl Prometheus {
-    /// Starts it on the data in `folder`, which may be empty: it scrapes these addresses every second.
-    pub fn start(folder: TempDir, targets: &[String]) -> Self {
-        Self::start_with(folder, targets, &[])
+    /// Starts it on no data: it scrapes these addresses every second.
+    pub fn start(targets: &[String]) -> Self {
+        Self::start_with(targets, &[])
     }
 
     /// The same with more arguments.
-    pub fn start_with(folder: TempDir, targets: &[String], arguments: &[&str]) -> Self {
+    pub fn start_with(targets: &[String], arguments: &[&str]) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut started = Self::start_in(folder.path(), targets, arguments);
+        started.folder = Some(folder);
+        started
+    }
+
+    /// Starts it on the data in a folder.
+    pub fn start_in(folder: &Path, targets: &[String], arguments: &[&str]) -> Self {
         let config = format!(
             "global: {{scrape_interval: 1s, scrape_timeout: 1s}}\n\
              scrape_configs: [{{job_name: cmt, static_configs: [{{targets: {targets:?}}}]}}]\n"
         );
-        let path = folder.path().join("prometheus.yml");
+        let path = folder.join("prometheus.yml");
         fs::write(&path, config).expect("its configuration");
+        let log_path = folder.join("log");
         let address = format!("127.0.0.1:{}", free_port());
         let mut child = Command::new("prometheus")
             .arg(format!("--config.file={}", path.display()))
-            .arg(format!("--storage.tsdb.path={}", folder.path().display()))
+            .arg(format!("--storage.tsdb.path={}", folder.display()))
             .arg("--storage.tsdb.retention.time=100y")
             .arg(format!("--web.listen-address={address}"))
             .arg("--enable-feature=native-histograms")
             .args(arguments)
             .stdout(Stdio::null())
-            .stderr(fs::File::create(folder.path().join("log")).expect("its log"))
+            .stderr(fs::File::create(&log_path).expect("its log"))
             .spawn()
             .expect("start prometheus");
         let started = Instant::now();
         while std::net::TcpStream::connect(&address).is_err() {
-            let log = || fs::read_to_string(folder.path().join("log")).unwrap_or_default();
+            let log = || fs::read_to_string(&log_path).unwrap_or_default();
             assert!(child.try_wait().expect("look").is_none(), "{}", log());
             assert!(started.elapsed() < Duration::from_secs(60), "{}", log());
             thread::sleep(Duration::from_millis(50));
         }
         Self {
             child,
-            folder,
+            log: log_path,
+            folder: None,
             url: format!("http://{address}"),
         }
     }
@@ -68,7 +81,7 @@ impl Prometheus {
 
     /// What it wrote to its log.
     pub fn log(&self) -> String {
-        fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+        fs::read_to_string(&self.log).unwrap_or_default()
     }
 }
 

@@ -10,7 +10,8 @@ use std::thread;
 use super::latencies::Latencies;
 use super::nodes::{Broken, Nodes};
 use super::prometheus::{Error, Labels, Prometheus, Sample};
-use super::query::{Window, instances, select, values};
+use super::query::{LOOKBACK_S, Window, instances, select, values};
+use super::recorded::Recorded;
 use super::samples::Growth;
 
 /// Series of one node, roughly, to guess how many samples an answer would have.
@@ -19,6 +20,12 @@ const SERIES_OF_A_NODE: f64 = 250.0;
 const MOST_SAMPLES: f64 = 2e6;
 /// Nodes that a matcher names, at most.
 const MOST_NAMED: usize = 500;
+/// From here on recorded series are used, if there are any.
+const MANY_NODES: u64 = 1000;
+/// Metrics of which every sample is looked at, and those that are left where the rest is recorded.
+const ALL_NAMES: &str = "cmt_.+_(total|seconds|bucket|sum)|process_start_time_seconds";
+const FEW_NAMES: &str =
+    "cmt_(copy_recoverable_seconds|copy_seconds|lost|probe_calls)_total|process_start_time_seconds";
 
 /// How the counts of nodes were found that came, went or restarted.
 #[derive(Clone, Debug)]
@@ -46,27 +53,39 @@ pub struct Change<'a> {
     /// Who reports.
     pub nodes: Nodes,
     breaks: Breaks,
+    /// What rules recorded, where that is to be used.
+    pub recorded: Option<Recorded<'a>>,
 }
 
 impl<'a> Change<'a> {
-    /// Finds the nodes of the range.
+    /// Finds the nodes of the range, and how to count what they did: of many nodes by what rules recorded, unless all is to be
+    /// `exact`.
     pub fn new(
         prometheus: &'a Prometheus,
         window: Window,
         matchers: &'a str,
+        exact: bool,
     ) -> Result<Self, Error> {
         let nodes = Nodes::find(prometheus, &window, matchers)?;
+        let recorded = Recorded {
+            prometheus,
+            window,
+            matchers,
+        };
+        let is_large = nodes.reporting > MANY_NODES && !exact;
+        let recorded = (is_large && recorded.exist()?).then_some(recorded);
         let samples: f64 = nodes.broken.iter().map(|node| node.scrapes).sum();
         let breaks = if nodes.broken.is_empty() {
             Breaks::Counted(Box::default())
         } else if samples * SERIES_OF_A_NODE <= MOST_SAMPLES && nodes.broken.len() <= MOST_NAMED {
             let named = named("=~", &nodes.broken);
-            let every = select(
-                "cmt_.+_(total|seconds|bucket|sum)|process_start_time_seconds",
-                &[matchers, &named],
-            );
+            let names = match recorded {
+                Some(_) => FEW_NAMES,
+                None => ALL_NAMES,
+            };
+            let every = select(names, &[matchers, &named]);
             // All samples, however long the range: the guess above says that they are few.
-            let seconds = window.seconds() as f64 + super::query::LOOKBACK_S;
+            let seconds = window.seconds() as f64 + LOOKBACK_S;
             let series = prometheus.samples(&format!("{every}[{seconds}s]"), window.end_s)?;
             Breaks::Counted(Box::new(Growth::of(series, window.start_s)))
         } else if nodes.broken.len() <= MOST_NAMED {
@@ -80,15 +99,26 @@ impl<'a> Change<'a> {
             matchers,
             nodes,
             breaks,
+            recorded,
         })
     }
 
     /// How far the counts are exact, in a word for JSON.
     pub fn exactness(&self) -> &'static str {
         match self.breaks {
+            _ if self.recorded.is_some() => "recorded",
             Breaks::Counted(_) => "exact",
             Breaks::Extrapolated => "partly extrapolated",
             Breaks::AllExtrapolated => "extrapolated",
+        }
+    }
+
+    /// What `cmt_copy_NAME_total` grew by, by direction and memory.
+    pub fn copies(&self, name: &str) -> Result<Sums, Error> {
+        let by = ["direction", "memory"];
+        match &self.recorded {
+            Some(recorded) => recorded.sums(name, &by),
+            None => self.sums(&format!("cmt_copy_{name}_total"), &by),
         }
     }
 
@@ -171,21 +201,7 @@ impl<'a> Change<'a> {
             }
         }
         let [buckets, seconds] = found;
-        let mut by_class: BTreeMap<&[String], Vec<(&str, f64)>> = BTreeMap::new();
-        for (key, calls) in &buckets {
-            if let Some((le, class)) = key.split_last() {
-                by_class.entry(class).or_default().push((le, *calls));
-            }
-        }
-        Ok(by_class
-            .into_iter()
-            .map(|(class, buckets)| {
-                let mut latencies = Latencies::classic(buckets);
-                latencies.sum_s = seconds.get(class).copied().unwrap_or(0.0).max(0.0);
-                (class.to_vec(), latencies)
-            })
-            .filter(|(_, latencies)| latencies.count() > 0.0)
-            .collect())
+        Ok(Latencies::by_class(&buckets, &seconds))
     }
 
     /// The `most` groups of labels of which a counter grew most.
@@ -227,11 +243,7 @@ impl<'a> Change<'a> {
                 *found.entry(values(&sample.labels, by)).or_default() += sample.value;
             }
         }
-        let list = match by.contains(&"workload") {
-            true => self.counted(|growth| &growth.workloads),
-            false => self.counted(|growth| &growth.counters),
-        };
-        for (labels, grown) in list {
+        for (labels, grown) in self.counted(|growth| &growth.counters) {
             if is_named(labels, name) && matches(labels, matcher) {
                 *found.entry(values(labels, by)).or_default() += grown;
             }

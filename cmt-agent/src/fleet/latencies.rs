@@ -101,6 +101,28 @@ impl Latencies {
         all
     }
 
+    /// Classic histograms by class, from sums of buckets whose last label is `le`, and of seconds. Only those with calls.
+    pub fn by_class(
+        buckets: &BTreeMap<Vec<String>, f64>,
+        seconds: &BTreeMap<Vec<String>, f64>,
+    ) -> BTreeMap<Vec<String>, Self> {
+        let mut by_class: BTreeMap<&[String], Vec<(&str, f64)>> = BTreeMap::new();
+        for (key, calls) in buckets {
+            if let Some((le, class)) = key.split_last() {
+                by_class.entry(class).or_default().push((le, *calls));
+            }
+        }
+        by_class
+            .into_iter()
+            .map(|(class, buckets)| {
+                let mut latencies = Self::classic(buckets);
+                latencies.sum_s = seconds.get(class).copied().unwrap_or(0.0).max(0.0);
+                (class.to_vec(), latencies)
+            })
+            .filter(|(_, latencies)| latencies.count() > 0.0)
+            .collect()
+    }
+
     /// Number of calls.
     pub fn count(&self) -> f64 {
         self.zero + self.powers.values().sum::<f64>() + self.bounds.values().sum::<f64>()

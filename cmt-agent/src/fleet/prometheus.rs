@@ -36,7 +36,10 @@ pub enum Error {
         status: u16,
     },
     /// Prometheus says why not.
-    #[error("{url} could not answer (HTTP {status}, {kind}): {text}; the question was {query}")]
+    #[error(
+        "{url} could not answer (HTTP {status}, {kind}): {text}; where it is too much, a shorter --range or a --match asks for \
+         less. The question was {query}"
+    )]
     Refused {
         /// Without credentials.
         url: String,

@@ -16,7 +16,7 @@ use super::time::{self, DAY_S};
 /// The histogram of all copies.
 const LATENCY: &str = "cmt_copy_duration_seconds";
 /// What attach would have given back.
-const RECOVERABLE: &str = "cmt_copy_recoverable_seconds_total";
+pub(super) const RECOVERABLE: &str = "cmt_copy_recoverable_seconds_total";
 
 /// The report.
 #[derive(Clone, Debug, Serialize)]
@@ -29,7 +29,7 @@ pub struct Report {
     pub end: String,
     /// Its length.
     pub range_s: f64,
-    /// `exact`, `partly extrapolated` (nodes that came, went or restarted) or `extrapolated`.
+    /// `exact`, `partly extrapolated` (nodes that came, went or restarted), `extrapolated`, or `recorded` by rules.
     pub counts: &'static str,
     /// `native`, `classic` or `both`: where the latencies come from.
     pub histograms: &'static str,
@@ -98,8 +98,8 @@ pub struct Class {
     pub direction: String,
     /// pageable, pinned …
     pub memory: String,
-    /// From that size up to four times as much.
-    pub size_class_bytes: u64,
+    /// From that size up to four times as much; null for the classes that a node had no room to tell apart.
+    pub size_class_bytes: Option<u64>,
     /// Calls.
     pub calls: u64,
     /// Time inside the calls.
@@ -160,10 +160,15 @@ pub(super) struct Asked {
 
 /// Asks for the latencies: native ones first, classic ones of the nodes that have none.
 pub(super) fn latencies(change: &Change<'_>, by: &[&str]) -> Result<Asked, Error> {
-    let mut classes = change.natives(LATENCY, by)?;
-    let has_native = !classes.is_empty();
-    let classic = change.classics(LATENCY, by, has_native)?;
-    let kind = match (has_native, classic.is_empty()) {
+    let [mut classes, classic] = match &change.recorded {
+        Some(recorded) => recorded.latencies(by)?,
+        None => {
+            let native = change.natives(LATENCY, by)?;
+            let classic = change.classics(LATENCY, by, !native.is_empty())?;
+            [native, classic]
+        }
+    };
+    let kind = match (!classes.is_empty(), classic.is_empty()) {
         (true, true) => "native",
         (true, false) => "both",
         (false, _) => "classic",
@@ -182,8 +187,9 @@ pub(super) fn change<'a>(
     prometheus: &'a Prometheus,
     window: Window,
     matchers: &'a str,
+    exact: bool,
 ) -> anyhow::Result<Change<'a>> {
-    let change = Change::new(prometheus, window, matchers)?;
+    let change = Change::new(prometheus, window, matchers, exact)?;
     if change.nodes.reporting == 0 {
         let matching = match matchers {
             "" => String::new(),
@@ -208,9 +214,10 @@ impl Report {
         window: Window,
         matchers: &str,
         top: usize,
+        exact: bool,
     ) -> anyhow::Result<Self> {
         let started = Instant::now();
-        let change = change(prometheus, window, matchers)?;
+        let change = change(prometheus, window, matchers, exact)?;
         let asked = thread::scope(|scope| -> Result<_, Error> {
             let copies = scope.spawn(|| copies(&change));
             let worst = scope.spawn(|| worst(&change, top));
@@ -259,7 +266,6 @@ fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
 }
 
 fn copies(change: &Change<'_>) -> Result<Vec<Copies>, Error> {
-    let by = ["direction", "memory"];
     let mut all: BTreeMap<Vec<String>, Copies> = BTreeMap::new();
     type Set = fn(&mut Copies, f64);
     let counters: [(&str, Set); 5] = [
@@ -272,7 +278,7 @@ fn copies(change: &Change<'_>) -> Result<Vec<Copies>, Error> {
         ("wait_seconds", |copies, value| copies.wait_seconds = value),
     ];
     for (name, set) in counters {
-        for (key, value) in change.sums(&format!("cmt_copy_{name}_total"), &by)? {
+        for (key, value) in change.copies(name)? {
             set(all.entry(key).or_default(), value);
         }
     }
@@ -301,7 +307,7 @@ fn worst(change: &Change<'_>, top: usize) -> Result<Ranking, Error> {
         Some(seconds) if seconds > 0.0 => ("recoverable", RECOVERABLE, ""),
         _ => ("pageable", "cmt_copy_seconds_total", "memory=\"pageable\""),
     };
-    // `other` is no workload that one could attach to, and what nodes fold into it makes it jump.
+    // `other` is what a node had no room to tell apart: no workload that one could attach to.
     let some = match matcher {
         "" => "workload!=\"other\"".to_owned(),
         _ => format!("{matcher},workload!=\"other\""),
@@ -346,7 +352,7 @@ fn class((key, latencies): (&Vec<String>, &Latencies)) -> Option<Class> {
     Some(Class {
         direction: key[0].clone(),
         memory: key[1].clone(),
-        size_class_bytes: key[2].parse().unwrap_or(0),
+        size_class_bytes: key[2].parse().ok(),
         calls: latencies.count().round() as u64,
         seconds: latencies.sum_s,
         p50_ns: latencies.quantile(0.5)?,
@@ -359,9 +365,10 @@ fn class((key, latencies): (&Vec<String>, &Latencies)) -> Option<Class> {
 fn drawn(classes: &Classes) -> Vec<Drawn> {
     let mut sums: BTreeMap<(&str, Option<u64>), Latencies> = BTreeMap::new();
     for (key, latencies) in classes {
-        let size = key[2].parse().unwrap_or(0);
-        for size in [None, Some(size)] {
-            sums.entry((&key[0], size)).or_default().add(latencies, 1.0);
+        let mut add = |size| sums.entry((&key[0], size)).or_default().add(latencies, 1.0);
+        add(None);
+        if let Ok(size) = key[2].parse() {
+            add(Some(size));
         }
     }
     sums.into_iter()

@@ -11,16 +11,12 @@ use super::prometheus::{Labels, Series};
 
 const START_TIME: &str = "process_start_time_seconds";
 const NAME: &str = "__name__";
-const WORKLOAD: &str = "workload";
 
 /// What all those nodes' series grew by.
 #[derive(Clone, Debug, Default)]
 pub struct Growth {
-    /// Counters, all workloads together: what a node no longer tells apart it counts under `other`, so that only their sum
-    /// never falls.
+    /// Counters, by all their labels.
     pub counters: Vec<(Labels, f64)>,
-    /// Counters of single workloads.
-    pub workloads: Vec<(Labels, f64)>,
     /// Native histograms.
     pub histograms: Vec<(Labels, Latencies)>,
 }
@@ -42,7 +38,6 @@ impl Growth {
         let nodes = nodes(&all, start_s);
         let unknown = Node::default();
         let mut growth = Self::default();
-        let mut sums: BTreeMap<Labels, BTreeMap<u64, f64>> = BTreeMap::new();
         for series in all {
             let node = nodes.get(&key(&series.labels)).unwrap_or(&unknown);
             if series
@@ -53,16 +48,8 @@ impl Growth {
                 continue;
             }
             if !series.values.is_empty() {
-                if series.labels.contains_key(WORKLOAD) {
-                    let grown = grown(&series.values, node, start_s);
-                    growth.workloads.push((series.labels.clone(), grown));
-                }
-                let mut labels = series.labels.clone();
-                labels.remove(WORKLOAD);
-                let sum = sums.entry(labels).or_default();
-                for (at_s, value) in &series.values {
-                    *sum.entry((at_s * 1e3) as u64).or_default() += value;
-                }
+                let grown = grown(&series.values, node, start_s);
+                growth.counters.push((series.labels.clone(), grown));
             }
             if !series.histograms.is_empty() {
                 let mut grown = Latencies::default();
@@ -75,16 +62,6 @@ impl Growth {
                 }
                 growth.histograms.push((series.labels, grown));
             }
-        }
-        for (labels, sum) in sums {
-            let node = nodes.get(&key(&labels)).unwrap_or(&unknown);
-            let samples: Vec<(f64, f64)> = sum
-                .into_iter()
-                .map(|(at_ms, value)| (at_ms as f64 / 1e3, value))
-                .collect();
-            growth
-                .counters
-                .push((labels, grown(&samples, node, start_s)));
         }
         growth
     }
@@ -183,17 +160,6 @@ mod tests {
         let copies = [(95.0, 10.0), (110.0, 13.0), (125.0, 20.0), (140.0, 22.0)];
         let all = vec![series(PRESENCE, &presence), series("copies", &copies)];
         assert_eq!(grown(all), 3.0 + 22.0);
-    }
-
-    #[test]
-    fn a_workload_that_is_folded_into_other_counts_once() {
-        let mut one = series("copies", &[(95.0, 100.0), (110.0, 150.0)]);
-        let mut other = series("copies", &[(125.0, 155.0)]);
-        for (series, workload) in [(&mut one, "pod/x"), (&mut other, "other")] {
-            series.labels.insert(WORKLOAD.into(), workload.into());
-        }
-        let presence = series(PRESENCE, &[(95.0, 1.0), (110.0, 2.0), (125.0, 3.0)]);
-        assert_eq!(grown(vec![presence, one, other]), 55.0);
     }
 
     #[test]

@@ -91,7 +91,9 @@ fn classes(report: &Report) -> String {
             "  {:<7} {:<8} {:>8} {:>15} {:>7} {:>7} {:>7} {:>8}",
             class.direction,
             class.memory,
-            size(class.size_class_bytes as f64),
+            class
+                .size_class_bytes
+                .map_or("other".into(), |bytes| size(bytes as f64)),
             grouped(class.calls),
             time(class.p50_ns),
             time(class.p90_ns),
@@ -134,7 +136,12 @@ fn worst(title: &str, list: &[Worst]) -> String {
 fn footer(report: &Report) -> String {
     let mut text = String::from("\n");
     for lost in &report.lost {
-        let _ = writeln!(text, "lost {}: {}", grouped(lost.count), lost.reason);
+        let _ = writeln!(
+            text,
+            "lost {}: {}",
+            grouped(lost.count),
+            lost.reason.replace('_', " ")
+        );
     }
     if !report.nodes.lost.is_empty() {
         let names: Vec<&str> = report
@@ -154,6 +161,7 @@ fn footer(report: &Report) -> String {
     }
     let counts = match report.counts {
         "exact" => "counts are exact as of the last scrapes",
+        "recorded" => "counts and latencies are from recorded rates, the worst from counters",
         "extrapolated" => "counts are extrapolated by Prometheus: too many nodes restarted",
         _ => "counts of the nodes that restarted are extrapolated, all others exact",
     };
