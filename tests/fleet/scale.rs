@@ -9,6 +9,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use cmt_tests::{Prometheus, Rung, cmt, require_packages};
+use serde_json::Value;
 
 const NODES: u64 = 10_000;
 /// Begins a block of Prometheus's, which is two hours long: 2026-11-30T10:00:00Z.
@@ -17,6 +18,8 @@ const LENGTH_S: u64 = 4000;
 /// Every node is scraped every 15 s. To keep the text small, only the counter that says so has all samples.
 const SCRAPE_S: u64 = 15;
 const COARSE_S: u64 = 240;
+const COUNTERS: [&str; 5] = ["calls", "bytes", "errors", "seconds", "wait_seconds"];
+const WORKLOADS: u64 = 3;
 const CLASSES: [(&str, &str, u64); 12] = [
     ("HtoD", "pageable", 65_536),
     ("HtoD", "pageable", 1_048_576),
@@ -35,6 +38,18 @@ const CLASSES: [(&str, &str, u64); 12] = [
 /// Calls of each class in each coarse step.
 fn pace(node: u64, class: usize) -> u64 {
     1 + (node * 7 + class as u64 * 13) % 50
+}
+
+/// A third of the calls each in three buckets, which lie higher for larger sizes.
+fn thirds(size: u64, bucket: u32) -> u64 {
+    u64::from(bucket.saturating_sub(size.max(1).ilog2() / 4)).min(3)
+}
+
+fn le(bucket: u32) -> String {
+    match bucket {
+        13 => "+Inf".to_owned(),
+        _ => format!("{:e}", (1000u64 << (2 * bucket)) as f64 / 1e9),
+    }
 }
 
 struct Text {
@@ -62,6 +77,37 @@ impl Text {
             self.samples += 1;
         }
     }
+
+    /// What the rules record of them all.
+    fn recorded(&mut self) {
+        let fleet = |class| -> u64 { (0..NODES).map(|node| pace(node, class)).sum() };
+        for (class, (direction, memory, size)) in CLASSES.into_iter().enumerate() {
+            let labels =
+                format!("direction=\"{direction}\",memory=\"{memory}\",size_class=\"{size}\"");
+            for bucket in 0..14 {
+                let labels = format!("{labels},le=\"{}\"", le(bucket));
+                let grown = fleet(class) * thirds(size, bucket);
+                self.rate("duration_seconds_bucket", &labels, grown);
+            }
+            self.rate("duration_seconds_sum", &labels, fleet(class));
+        }
+        for name in COUNTERS {
+            for (index, direction) in ["HtoD", "DtoH"].into_iter().enumerate() {
+                for memory in ["pageable", "pinned"] {
+                    let labels = format!("direction=\"{direction}\",memory=\"{memory}\"");
+                    self.rate(name, &labels, WORKLOADS * fleet(index));
+                }
+            }
+        }
+    }
+
+    fn rate(&mut self, name: &str, labels: &str, grown: u64) {
+        let rate = grown as f64 / COARSE_S as f64;
+        for time in (START_S..=START_S + LENGTH_S).step_by(60) {
+            writeln!(self.out, "cmt:copy_{name}:rate5m{{{labels}}} {rate} {time}")
+                .expect("written");
+        }
+    }
 }
 
 /// The made-up fleet as OpenMetrics.
@@ -80,14 +126,9 @@ fn write(path: &Path) -> u64 {
             let pace = pace(node, class);
             let labels =
                 format!(",direction=\"{direction}\",memory=\"{memory}\",size_class=\"{size}\"");
-            // A third of the calls each in three buckets that lie higher for larger sizes.
-            let first = size.max(1).ilog2() / 4;
-            for bucket in 0..14u32 {
-                let le = match bucket {
-                    13 => "+Inf".to_owned(),
-                    _ => format!("{:e}", (1000u64 << (2 * bucket)) as f64 / 1e9),
-                };
-                let thirds = u64::from(bucket.saturating_sub(first)).min(3);
+            for bucket in 0..14 {
+                let thirds = thirds(size, bucket);
+                let le = le(bucket);
                 let labels = format!("{labels},le=\"{le}\"");
                 text.series(
                     "cmt_copy_duration_seconds_bucket",
@@ -113,12 +154,12 @@ fn write(path: &Path) -> u64 {
             );
         }
     }
-    for name in ["calls", "bytes", "errors", "seconds", "wait_seconds"] {
+    for name in COUNTERS {
         writeln!(text.out, "# TYPE cmt_copy_{name} counter").expect("written");
         for node in 0..NODES {
             for (index, direction) in ["HtoD", "DtoH"].into_iter().enumerate() {
                 for memory in ["pageable", "pinned"] {
-                    for workload in 0..3 {
+                    for workload in 0..WORKLOADS {
                         let labels = format!(
                             ",direction=\"{direction}\",memory=\"{memory}\",workload=\"pod/{node}-{workload}\""
                         );
@@ -137,7 +178,7 @@ fn write(path: &Path) -> u64 {
     }
     writeln!(text.out, "# TYPE cmt_copy_recoverable_seconds counter").expect("written");
     for node in 0..NODES {
-        for workload in 0..3 {
+        for workload in 0..WORKLOADS {
             let labels = format!(",workload=\"pod/{node}-{workload}\"");
             text.series(
                 "cmt_copy_recoverable_seconds_total",
@@ -159,6 +200,7 @@ fn write(path: &Path) -> u64 {
             |at| at * lost,
         );
     }
+    text.recorded();
     writeln!(text.out, "# EOF").expect("written");
     text.out.flush().expect("written");
     text.samples
@@ -180,7 +222,7 @@ fn ten_thousand_nodes_are_asked_in_five_seconds() {
     }
     let prometheus = Prometheus::start_in(folder, &[], &[]);
     let at = (START_S + 3900).to_string();
-    for more in [&["--exact"][..], &[]] {
+    let ask = |more: &[&str]| {
         let mut args = vec![
             "fleet",
             "--prometheus",
@@ -198,7 +240,33 @@ fn ten_thousand_nodes_are_asked_in_five_seconds() {
             prometheus.memory() >> 20
         );
         assert_eq!(report["nodes"]["reporting"], NODES);
+        report
+    };
+    let exact = ask(&["--exact"]);
+    let recorded = ask(&[]);
+    assert_eq!(
+        (&exact["counts"], &recorded["counts"]),
+        (&"exact".into(), &"recorded".into())
+    );
+    for rows in ["copies", "classes"] {
+        let calls = |report: &Value| -> Vec<f64> {
+            let rows = report[rows].as_array().expect("rows").iter();
+            rows.map(|row| row["calls"].as_f64().expect("calls"))
+                .collect()
+        };
+        for (exact, recorded) in calls(&exact).into_iter().zip(calls(&recorded)) {
+            assert!(
+                (recorded / exact - 1.0).abs() < 0.05,
+                "{recorded} for {exact}"
+            );
+        }
     }
+    assert!(
+        recorded["took_s"]
+            .as_f64()
+            .is_some_and(|took_s| took_s < 5.0),
+        "{recorded:#}"
+    );
 }
 
 /// Makes the data: the nodes' series, then what the rules record of them.

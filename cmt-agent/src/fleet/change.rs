@@ -13,6 +13,7 @@ use super::prometheus::{Error, Labels, Prometheus, Sample};
 use super::query::{LOOKBACK_S, Window, instances, select, values};
 use super::recorded::Recorded;
 use super::samples::Growth;
+use super::time;
 
 /// Series of one node, roughly, to guess how many samples an answer would have.
 const SERIES_OF_A_NODE: f64 = 250.0;
@@ -74,6 +75,14 @@ impl<'a> Change<'a> {
         };
         let is_large = nodes.reporting > MANY_NODES && !exact;
         let recorded = (is_large && recorded.exist()?).then_some(recorded);
+        if is_large && recorded.is_none() {
+            eprintln!(
+                "cmt: warning: nothing is recorded from {} on, so the series of {} nodes are added up now; docs/fleet.md \
+                 says which rules make that fast",
+                time::shown(window.start_s),
+                nodes.reporting
+            );
+        }
         let samples: f64 = nodes.broken.iter().map(|node| node.scrapes).sum();
         let breaks = if nodes.broken.is_empty() {
             Breaks::Counted(Box::default())

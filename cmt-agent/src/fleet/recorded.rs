@@ -25,7 +25,11 @@ pub struct Recorded<'a> {
 impl Recorded<'_> {
     /// Whether they are there from the beginning of the range to its end.
     pub fn exist(&self) -> Result<bool, Error> {
-        let query = select("cmt:copy_calls:rate5m", &[self.matchers]);
+        let all = select(
+            "cmt:copy_duration_seconds(_bucket)?:rate5m",
+            &[self.matchers],
+        );
+        let query = format!("count({all})");
         let at = |time_s: f64| self.prometheus.instant(&query, time_s);
         // Rules begin with the data: the first rate takes two scrapes, and some.
         let early_s = self.window.start_s + 2.0 * INTERVAL_S;

@@ -29,7 +29,7 @@ pub struct Report {
     pub end: String,
     /// Its length.
     pub range_s: f64,
-    /// `exact`, `partly extrapolated` (nodes that came, went or restarted), `extrapolated`, or `recorded` by rules.
+    /// `exact`, `partly extrapolated` (nodes that came, went or restarted), `extrapolated`, or `recorded` by rules as rates.
     pub counts: &'static str,
     /// `native`, `classic` or `both`: where the latencies come from.
     pub histograms: &'static str,

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use super::report::{Drawn, Report, Time, Worst};
 use super::time::length;
-use crate::trace::table::{bar, grouped, size, time};
+use crate::trace::table::{bar, grouped, list, size, time};
 
 /// Cells of a workload's or a node's name.
 const NAME: usize = 60;
@@ -144,13 +144,13 @@ fn footer(report: &Report) -> String {
         );
     }
     if !report.nodes.lost.is_empty() {
-        let names: Vec<&str> = report
+        let names: Vec<String> = report
             .nodes
             .lost
             .iter()
-            .map(|node| node.name.as_str())
+            .map(|node| node.name.clone())
             .collect();
-        let _ = writeln!(text, "  most of it on {}", names.join(", "));
+        let _ = writeln!(text, "{}", list("  most of it on", &names));
     }
     if report.nodes.broken > 0 {
         let _ = writeln!(
@@ -161,13 +161,15 @@ fn footer(report: &Report) -> String {
     }
     let counts = match report.counts {
         "exact" => "counts are exact as of the last scrapes",
-        "recorded" => "counts and latencies are from recorded rates, the worst from counters",
+        "recorded" => {
+            "counts are from recorded rates (--exact adds up every node's), the worst exact"
+        }
         "extrapolated" => "counts are extrapolated by Prometheus: too many nodes restarted",
         _ => "counts of the nodes that restarted are extrapolated, all others exact",
     };
     let _ = writeln!(
         text,
-        "{counts}; latencies from {} histograms\n{} questions in {:.1} s",
+        "{counts}\nlatencies are from {} histograms; {} questions in {:.1} s",
         report.histograms, report.queries, report.took_s
     );
     text

@@ -279,7 +279,7 @@ fn footer(snapshot: &Snapshot, report: &Report) -> String {
 }
 
 /// What `start` announces, on as many lines as it takes.
-fn list(start: &str, items: &[String]) -> String {
+pub fn list(start: &str, items: &[String]) -> String {
     let mut text = start.to_owned();
     let mut used = text.chars().count();
     for (at, item) in items.iter().enumerate() {
