@@ -1,0 +1,1 @@
+//! What lies in `examples/` is checked by the tools that read it.
