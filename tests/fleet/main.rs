@@ -3,6 +3,7 @@
 mod node;
 mod protobuf;
 mod scale;
+mod whole;
 
 use std::collections::BTreeMap;
 
