@@ -7,7 +7,7 @@ use std::fs;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{FileExt as _, symlink};
 use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 use std::thread;
@@ -22,6 +22,7 @@ use serde_json::Value;
 
 /// Probes are placed, and what a victim did is counted, within this time.
 const PATIENCE: Duration = Duration::from_secs(20);
+const LIBRARY: &str = "libcuda.so.1";
 const PROTOBUF: &str =
     "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited";
 
@@ -409,9 +410,9 @@ fn thousands_of_processes_leave_totals_and_no_series() {
         ]);
     }
     eprintln!("MB and descriptors after each round: {held:?}");
-    // By then everything that comes once is there.
+    // By then everything that comes once is there. Counts that stayed would be 2.5 KB for each class of a process.
     let ([rss, fds], [rss_later, fds_later]) = (held[ROUNDS / 2], held[ROUNDS - 1]);
-    assert!(rss_later < rss + 4.0, "{held:?}");
+    assert!(rss_later < rss + 16.0, "{held:?}");
     assert!(fds_later < fds + 8.0, "{held:?}");
 }
 
@@ -422,18 +423,16 @@ fn the_end_takes_all_probes_away() {
     };
     let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
     let mut victim = Victim::start("victim-drv", ["--bytes", "64K", "--pause-ms", "1"]);
-    let before = victim.code("libcuda.so");
+    until("no other has probes", || !is_traced(&victim, LIBRARY));
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGKILL] {
         let serve = Serve::start(&[], &[]);
-        assert!(victim.code("libcuda.so") != before, "it has no probes");
+        assert!(is_traced(&victim, LIBRARY), "it has no probes");
         let (status, said, took) = serve.end(signal);
         if signal != libc::SIGKILL {
             assert_eq!((status.code(), &*said), (Some(0), ""), "{status}");
             assert!(took < Duration::from_secs(2), "{took:?}");
         }
-        until("the probes are gone", || {
-            victim.code("libcuda.so") == before
-        });
+        until("the probes are gone", || !is_traced(&victim, LIBRARY));
         assert!(victim.is_alive());
     }
     let trace = Trace::start([victim.pid.to_string()]);
@@ -591,6 +590,7 @@ fn what_cannot_work_is_an_error_before_anything_is_touched() {
     };
     let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
     let mut victim = Victim::start("victim-drv", ["--bytes", "64K", "--pause-ms", "1"]);
+    until("no other has probes", || !is_traced(&victim, LIBRARY));
     let before = victim.footprint();
     let folder = web_config();
     let path = folder.path().join("web.yml");
@@ -634,7 +634,8 @@ fn libraries_that_came_and_went_leave_no_descriptors() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let _shared = shared();
+    // Others would place probes, too.
+    let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
     let serve = Serve::start(&[], &[]);
     let crowd = |count: usize| {
         for _ in 0..count {
@@ -645,7 +646,7 @@ fn libraries_that_came_and_went_leave_no_descriptors() {
             let mut command = Command::new(built().victim("victim-crowd"));
             command.arg("1").env("LD_LIBRARY_PATH", folder.path());
             let victim = Victim::spawn(command);
-            until("it is traced", || victim_is_traced(&victim));
+            until("it is traced", || is_traced(&victim, "libevery.so"));
             victim.signal(libc::SIGUSR1);
             victim.finish();
         }
@@ -658,9 +659,20 @@ fn libraries_that_came_and_went_leave_no_descriptors() {
     assert!(many <= few + 8.0, "{few} descriptors, then {many}");
 }
 
-/// Whether a breakpoint is in its library: its code then is no part of the file.
-fn victim_is_traced(victim: &Victim) -> bool {
-    let code = victim.code("libevery.so");
-    let file = fs::read(built().folder.join("libevery.so")).expect("read");
-    !file.windows(code.len()).any(|part| part == code)
+/// Whether a breakpoint is in a victim's library: its code then is not what the file says.
+fn is_traced(victim: &Victim, library: &str) -> bool {
+    let maps = fs::read_to_string(format!("/proc/{}/maps", victim.pid)).expect("its maps");
+    let line = maps
+        .lines()
+        .find(|line| line.contains(" r-xp ") && line.ends_with(library));
+    let fields: Vec<&str> = line.expect("its code").split_ascii_whitespace().collect();
+    let hex = |text: &str| u64::from_str_radix(text, 16).expect("hex");
+    let (start, end) = fields[0].split_once('-').expect("a range");
+    let file = fs::read(fields[5]).expect("read");
+    let wanted = &file[hex(fields[2]) as usize..];
+    let wanted = &wanted[..wanted.len().min((hex(end) - hex(start)) as usize)];
+    let mut code = vec![0; wanted.len()];
+    let memory = fs::File::open(format!("/proc/{}/mem", victim.pid)).expect("its memory");
+    memory.read_exact_at(&mut code, hex(start)).expect("read");
+    code != wanted
 }

@@ -52,6 +52,8 @@ pub(super) struct Scanner {
     shared: Shared,
     /// Counts of processes that have ended.
     finished: BTreeMap<CopyKey, Stat>,
+    /// Somebody takes them away now and then.
+    drained: bool,
     /// Those processes.
     gone: BTreeMap<u32, Process>,
     warnings: Vec<String>,
@@ -126,6 +128,7 @@ impl Scanner {
             files: HashMap::new(),
             shared: Shared::default(),
             finished: BTreeMap::new(),
+            drained: false,
             gone: BTreeMap::new(),
             warnings: Vec::new(),
             single_stepped: false,
@@ -173,7 +176,9 @@ impl Scanner {
             self.warn(error.to_string());
         }
         if self.named.is_none() && self.scans.is_multiple_of(HARVEST_EVERY) {
-            self.harvest(probes);
+            if !self.drained {
+                self.harvest(probes);
+            }
             self.sweep(probes);
         }
     }
@@ -224,6 +229,7 @@ impl Scanner {
     /// What processes counted that have ended since the last drain, apart from what the others have counted since the
     /// trace began. The former is forgotten here.
     pub fn drain(&mut self, probes: &mut Probes) -> Result<Drained, TraceError> {
+        self.drained = true;
         self.harvest(probes);
         let ended = mem::take(&mut self.finished);
         let mut whole = match self.snapshot(probes) {
@@ -557,8 +563,9 @@ impl Scanner {
                 .or_insert_with(|| Life::of(key.pid).has_ended())
                 && let Some(stat) = probes.maps.take_copy(&key)
             {
-                // When there are too many, those of all further processes go under one name.
-                let key = match self.finished.len() < MOST_FINISHED {
+                // When there are too many, those of all further processes go under one name. Who drains them takes them all, and
+                // knows by the name what of them was there before.
+                let key = match self.drained || self.finished.len() < MOST_FINISHED {
                     true => key,
                     false => CopyKey { pid: 0, ..key },
                 };
