@@ -1,9 +1,11 @@
 //! `cmt fleet` against a real Prometheus, which scrapes nodes of known truth.
 
+mod access;
 mod node;
 mod protobuf;
 mod scale;
 mod whole;
+mod sides;
 
 use std::collections::BTreeMap;
 
@@ -31,9 +33,16 @@ impl Range {
         let seconds = (unix_time() - self.start_s).ceil();
         let at = format!("{:.3}", self.start_s + seconds);
         let range = format!("{seconds}s");
-        let mut args = vec!["fleet", "--prometheus", &prometheus.url, "--at", &at];
-        args.extend(["--range", &range]);
+        let mut args = vec!["fleet"];
         args.extend(more);
+        args.extend([
+            "--prometheus",
+            &prometheus.url,
+            "--at",
+            &at,
+            "--range",
+            &range,
+        ]);
         cmt(args)
     }
 }

@@ -236,7 +236,7 @@ fn ten_thousand_nodes_are_asked_in_five_seconds() {
         println!(
             "{more:?}: {} questions, {:.1} s; Prometheus {} MiB",
             report["queries"],
-            report["took_s"],
+            report["took_s"].as_f64().expect("seconds"),
             prometheus.memory() >> 20
         );
         assert_eq!(report["nodes"]["reporting"], NODES);

@@ -26,9 +26,7 @@ impl Default for Access {
     fn default() -> Self {
         Self {
             authorization: None,
-            tls: TlsConfig::builder()
-                .root_certs(RootCerts::PlatformVerifier)
-                .build(),
+            tls: TlsConfig::builder().root_certs(trusted()).build(),
         }
     }
 }
@@ -124,7 +122,7 @@ fn tls(tls: &Tls, folder: &Path) -> anyhow::Result<TlsConfig> {
     let mut config = TlsConfig::builder().disable_verification(tls.insecure_skip_verify);
     config = match &tls.ca_file {
         Some(file) => config.root_certs(RootCerts::from(certificates(&folder.join(file))?)),
-        None => config.root_certs(RootCerts::PlatformVerifier),
+        None => config.root_certs(trusted()),
     };
     match (&tls.cert_file, &tls.key_file) {
         (Some(cert), Some(key)) => {
@@ -138,6 +136,20 @@ fn tls(tls: &Tls, folder: &Path) -> anyhow::Result<TlsConfig> {
         _ => bail!("cert_file and key_file go together"),
     }
     Ok(config.build())
+}
+
+/// The certificates that this machine trusts.
+fn trusted() -> RootCerts {
+    let found = rustls_native_certs::load_native_certs();
+    for error in found.errors {
+        log::warn!("{error}");
+    }
+    RootCerts::from(
+        found
+            .certs
+            .iter()
+            .map(|certificate| Certificate::from_der(certificate).to_owned()),
+    )
 }
 
 fn certificates(path: &Path) -> anyhow::Result<Vec<Certificate<'static>>> {

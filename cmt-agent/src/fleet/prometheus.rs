@@ -24,6 +24,17 @@ pub enum Error {
         /// What the connection said.
         source: Box<ureq::Error>,
     },
+    /// A certificate was not trusted, on either side.
+    #[error(
+        "no trusted connection to {url}; where its certificates are of one's own, name them in --http-config FILE \
+         (tls_config: ca_file, cert_file, key_file)"
+    )]
+    Untrusted {
+        /// Without credentials.
+        url: String,
+        /// What the connection said.
+        source: Box<ureq::Error>,
+    },
     /// 401 or 403.
     #[error(
         "{url} refuses these credentials (HTTP {status}); give them with --http-config FILE, which is what promtool takes as \
@@ -202,9 +213,13 @@ impl Prometheus {
         log::debug!("at {at_s}: {query}");
         let started = std::time::Instant::now();
         let url = self.shown();
-        let unreachable = |source| Error::Unreachable {
-            url: url.clone(),
-            source: Box::new(source),
+        let unreachable = |source: ureq::Error| {
+            let is_tls = ["certificate", "alert"].map(|word| source.to_string().contains(word));
+            let (url, source) = (url.clone(), Box::new(source));
+            match is_tls.contains(&true) {
+                true => Error::Untrusted { url, source },
+                false => Error::Unreachable { url, source },
+            }
         };
         let mut request = self.agent.post(format!("{}/api/v1/query", self.base));
         if let Some(authorization) = &self.authorization {
