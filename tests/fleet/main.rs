@@ -4,8 +4,8 @@ mod access;
 mod node;
 mod protobuf;
 mod scale;
-mod whole;
 mod sides;
+mod whole;
 
 use std::collections::BTreeMap;
 

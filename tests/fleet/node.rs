@@ -147,8 +147,11 @@ fn answer(mut stream: TcpStream, form: Form, body: &[u8]) -> std::io::Result<()>
     stream.write_all(body)
 }
 
+/// Name and labels.
+type Series = (&'static str, Vec<(&'static str, String)>);
+
 /// Counters, by name and labels.
-pub fn counters(state: &State) -> BTreeMap<(&'static str, Vec<(&'static str, String)>), f64> {
+pub fn counters(state: &State) -> BTreeMap<Series, f64> {
     let mut counters = BTreeMap::new();
     for copy in &state.copies {
         let labels = vec![

@@ -300,7 +300,7 @@ impl<'a> Change<'a> {
         name: &str,
         by: &[&str],
         unless: &str,
-    ) -> Result<([(f64, Vec<Sample>); 2], Vec<Sample>), Error> {
+    ) -> Result<(Ends, Vec<Sample>), Error> {
         let labels = by.join(", ");
         let range = format!("[{}s]", self.window.seconds());
         let increase = |matcher: &str| {
@@ -329,6 +329,9 @@ impl<'a> Change<'a> {
         Ok(([(1.0, later), (-1.0, earlier?)], broken))
     }
 }
+
+/// Sums at both ends of a range, each with the sign that it counts with.
+type Ends = [(f64, Vec<Sample>); 2];
 
 fn named(operator: &str, nodes: &[Broken]) -> String {
     instances(operator, nodes.iter().map(|node| node.instance.as_str()))
