@@ -5,6 +5,7 @@ pub mod commands;
 pub mod compare;
 pub mod cpus;
 pub mod doctor;
+pub mod fleet;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 pub mod histogram;

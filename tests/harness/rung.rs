@@ -24,6 +24,8 @@ pub enum Rung {
     Kernel,
     /// The same, and NVIDIA's libcudart (without a driver, so its calls fail).
     RealLibcudart,
+    /// A Prometheus of our own; no rights.
+    Fleet,
     /// An NVIDIA GPU and its driver.
     Gpu,
 }
@@ -35,6 +37,7 @@ impl Rung {
             Self::StandIn => "stand-in",
             Self::Kernel => "kernel",
             Self::RealLibcudart => "real-libcudart",
+            Self::Fleet => "fleet",
             Self::Gpu => "gpu",
         }
     }
@@ -50,6 +53,7 @@ impl Rung {
                 }
                 doctor("trace")
             }
+            Self::Fleet => None,
             Self::Gpu => {
                 (!Path::new("/dev/nvidiactl").exists()).then(|| "no NVIDIA GPU".to_string())
             }

@@ -16,7 +16,8 @@ const RUNTIME_WHEELS: [&str; 2] = [
 ];
 const UNIT: &str = "unit";
 const GPU: &str = "gpu";
-const LADDER: [&str; 5] = [UNIT, "stand-in", "kernel", "real-libcudart", GPU];
+const FLEET: &str = "fleet";
+const LADDER: [&str; 6] = [UNIT, "stand-in", "kernel", "real-libcudart", FLEET, GPU];
 
 /// What to run.
 #[derive(clap::Args)]
@@ -232,6 +233,8 @@ fn judge(rungs: &[(&'static str, Tally)], cargo_succeeded: bool, strict: bool) -
     for (name, tally) in rungs {
         let can_run = match *name {
             UNIT => true,
+            // It needs no rights, but a package.
+            FLEET => tally.lacking == 0,
             GPU => has_gpu(),
             _ => is_root(),
         };
@@ -341,8 +344,8 @@ mod tests {
         let log = "stand-in\tpassed\ta\t\nstand-in\tfailed\tb\t\ngpu\tskipped\tc\tno NVIDIA GPU\n";
         read_log(log, &mut rungs);
         assert_eq!((rungs[1].1.passed, rungs[1].1.failed), (1, 1));
-        assert_eq!(rungs[4].1.skipped, 1);
-        assert_eq!(rungs[4].1.reason, "no NVIDIA GPU");
+        assert_eq!(rungs[5].1.skipped, 1);
+        assert_eq!(rungs[5].1.reason, "no NVIDIA GPU");
 
         // 4 passed for cargo: one of stand-in, one skipped, two of the harness.
         let all = Tally {

@@ -4,6 +4,7 @@ pub mod attach;
 pub mod bench;
 pub mod detach;
 pub mod doctor;
+pub mod fleet;
 pub mod serve;
 pub mod status;
 pub mod trace;

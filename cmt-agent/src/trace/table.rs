@@ -172,18 +172,25 @@ fn histograms(snapshot: &Snapshot) -> String {
         );
         for octave in first..=last {
             let calls = bars.get(&octave).copied().unwrap_or(0);
-            let cells = (calls as f64 / most as f64 * BAR as f64).ceil() as usize;
-            let _ = writeln!(
-                text,
-                "  {:>6} to {:>6} |{:<BAR$}| {}",
-                time(1 << octave),
-                time(2 << octave),
-                "#".repeat(cells),
-                grouped(calls)
-            );
+            text += &bar(1 << octave, 2 << octave, calls, most);
         }
     }
     text
+}
+
+/// A row of a histogram: from one latency to another, a bar, and the calls.
+pub fn bar(from_ns: u64, to_ns: u64, calls: u64, most: u64) -> String {
+    let cells = (calls as f64 / most as f64 * BAR as f64).ceil() as usize;
+    let to = match to_ns {
+        u64::MAX => "more".into(),
+        to_ns => time(to_ns),
+    };
+    format!(
+        "  {:>6} to {to:>6} |{:<BAR$}| {}\n",
+        time(from_ns),
+        "#".repeat(cells),
+        grouped(calls)
+    )
 }
 
 fn bars(stat: &Stat) -> BTreeMap<u32, u64> {
@@ -277,7 +284,7 @@ fn footer(snapshot: &Snapshot, report: &Report) -> String {
 }
 
 /// What `start` announces, on as many lines as it takes.
-fn list(start: &str, items: &[String]) -> String {
+pub fn list(start: &str, items: &[String]) -> String {
     let mut text = start.to_owned();
     let mut used = text.chars().count();
     for (at, item) in items.iter().enumerate() {

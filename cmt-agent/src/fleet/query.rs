@@ -1,0 +1,113 @@
+//! PromQL for the metrics of `cmt serve`, and the time that a question is about.
+
+use super::prometheus::Labels;
+
+/// How long a sample stands for its series, as Prometheus has it by default: a node that was not scraped for longer is gone.
+pub const LOOKBACK_S: f64 = 300.0;
+/// Longer ranges are searched for restarts at this many moments.
+const MOMENTS: f64 = 240.0;
+/// Up to this length every sample is looked at.
+const ALL_SAMPLES_S: f64 = 7200.0;
+
+/// From when to when, in seconds since 1970.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Window {
+    /// Beginning.
+    pub start_s: f64,
+    /// End.
+    pub end_s: f64,
+}
+
+impl Window {
+    /// Its length, in whole seconds as PromQL wants it.
+    pub fn seconds(&self) -> u64 {
+        (self.end_s - self.start_s).round().max(1.0) as u64
+    }
+
+    /// `[…]` over the range and the scrapes before it that say how it began: all samples, or in a long range some.
+    pub fn with_lookback(&self) -> String {
+        let seconds = self.seconds() as f64;
+        let all = seconds + LOOKBACK_S;
+        match seconds <= ALL_SAMPLES_S {
+            true => format!("[{all}s]"),
+            false => format!("[{all}s:{}s]", (seconds / MOMENTS).round()),
+        }
+    }
+}
+
+/// `name{matchers}`; a name with anything but word characters is an expression of names.
+pub fn select(name: &str, matchers: &[&str]) -> String {
+    let is_plain = name
+        .chars()
+        .all(|c| c.is_ascii_alphanumeric() || "_:".contains(c));
+    let expression = format!("__name__=~\"{name}\"");
+    let mut all: Vec<&str> = Vec::new();
+    if !is_plain {
+        all.push(&expression);
+    }
+    all.extend(matchers.iter().filter(|matcher| !matcher.is_empty()));
+    format!("{}{{{}}}", if is_plain { name } else { "" }, all.join(","))
+}
+
+/// A matcher for these instances, or with `!~` for all others; empty where that says nothing.
+pub fn instances<'a>(operator: &str, names: impl IntoIterator<Item = &'a str>) -> String {
+    let names: Vec<String> = names.into_iter().map(quoted).collect();
+    match names.is_empty() {
+        true => String::new(),
+        false => format!("instance{operator}\"{}\"", names.join("|")),
+    }
+}
+
+/// A text as it stands for itself in a regular expression within a string of PromQL.
+fn quoted(text: &str) -> String {
+    let mut safe = String::new();
+    for c in text.chars() {
+        match c {
+            '"' | '\n' => safe.push('.'),
+            _ if c.is_alphanumeric() || "_-:/% ".contains(c) => safe.push(c),
+            // A backslash for the regular expression takes two in a string.
+            '\\' => safe.push_str("\\\\\\\\"),
+            _ => {
+                safe.push_str("\\\\");
+                safe.push(c);
+            }
+        }
+    }
+    safe
+}
+
+/// The values of `by` in a sample's labels, empty where it has none.
+pub fn values(labels: &Labels, by: &[&str]) -> Vec<String> {
+    by.iter()
+        .map(|label| labels.get(*label).cloned().unwrap_or_default())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn selectors_are_quoted() {
+        assert_eq!(
+            select("cmt_x_total", &["", "a=\"b\""]),
+            "cmt_x_total{a=\"b\"}"
+        );
+        assert_eq!(select("cmt_(a|b)", &[]), "{__name__=~\"cmt_(a|b)\"}");
+        assert_eq!(
+            instances("!~", ["10.0.0.1:9469", "a-b"]),
+            r#"instance!~"10\\.0\\.0\\.1:9469|a-b""#
+        );
+        assert_eq!(instances("=~", []), "");
+    }
+
+    #[test]
+    fn long_ranges_are_searched_at_some_moments() {
+        let window = |end_s| Window {
+            start_s: 0.0,
+            end_s,
+        };
+        assert_eq!(window(3600.0).with_lookback(), "[3900s]");
+        assert_eq!(window(86400.0).with_lookback(), "[86700s:360s]");
+    }
+}
