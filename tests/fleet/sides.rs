@@ -29,7 +29,7 @@ fn figures(class: &Value, side: usize) -> (u64, f64) {
 fn a_rollout_is_compared_before_and_after() {
     let Some(_turn) = turn() else { return };
     let node = Node::start(Form::Native);
-    let prometheus = Prometheus::start(&[node.address.clone()]);
+    let prometheus = Prometheus::start(std::slice::from_ref(&node.address));
     node.count(&copies("pageable", 1, 7));
     let first = unix_time();
     node.count(&copies("pageable", 40_000_000, 100));
@@ -113,7 +113,7 @@ fn two_groups_of_nodes_are_compared() {
 fn the_page_needs_no_network() {
     let Some(_turn) = turn() else { return };
     let node = Node::start(Form::Classic);
-    let prometheus = Prometheus::start(&[node.address.clone()]);
+    let prometheus = Prometheus::start(std::slice::from_ref(&node.address));
     node.wait();
     let range = Range::begin();
     let mut all = made_up(1, 50);
