@@ -20,8 +20,10 @@ fn attach_and_expect_success(victim: &Victim) {
 
 #[track_caller]
 fn detach(victim: &Victim) {
-    let detached = cmt(["detach", &victim.pid.to_string()]);
-    assert_eq!(detached.code, Some(0), "{detached:#?}");
+    let detached = cmt(["detach", &victim.pid.to_string(), "--json"]).json();
+    assert_eq!(detached["schema"], "cmt/detach/1");
+    assert_eq!(detached["pid"], victim.pid);
+    assert!(detached["restored"].as_u64() > Some(0), "{detached}");
 }
 
 /// The victim's entry in `cmt status --json`.

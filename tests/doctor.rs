@@ -1,5 +1,7 @@
 //! `cmt doctor` says what works, and where something does not, what that means and what to do.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
 use cmt_tests::{Finished, Rung, Victim, built, cmt, cmt_command, require};
@@ -104,6 +106,35 @@ fn each_missing_capability_is_named_with_its_remedy() {
         assert_eq!(report["trace"], trace, "{name}");
         assert_eq!(report["attach"], attach, "{name}");
     }
+}
+
+#[test]
+fn without_any_right_the_text_still_fits_and_holds_a_whole_command() {
+    let Some(_turn) = require(Rung::Kernel) else {
+        return;
+    };
+    // Any user may run it there.
+    let folder = tempfile::tempdir().expect("a folder");
+    let anybody = fs::Permissions::from_mode(0o755);
+    fs::set_permissions(folder.path(), anybody.clone()).expect("open the folder");
+    let copy = folder.path().join("cmt");
+    fs::copy(cmt_command([""; 0]).get_program(), &copy).expect("copy cmt");
+    fs::set_permissions(&copy, anybody).expect("make it executable");
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]);
+    let text = Finished::from(
+        command
+            .arg(&copy)
+            .arg("doctor")
+            .output()
+            .expect("run setpriv"),
+    );
+    assert_eq!(text.code, Some(1), "{text:#?}");
+    for line in text.stdout.lines() {
+        assert!(line.chars().count() <= 80, "{line}");
+    }
+    let granted = "\nsudo setcap \\\ncap_bpf,cap_perfmon,cap_sys_ptrace,cap_checkpoint_restore,cap_dac_override+ep \\\n$(command -v cmt)\n";
+    assert!(text.stdout.contains(granted), "{}", text.stdout);
 }
 
 #[test]

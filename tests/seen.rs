@@ -231,7 +231,7 @@ fn a_report_says_what_attach_would_give_back() {
         (
             &["--bytes", "4M", "--calls", "60"][..],
             &link[..],
-            "s of every minute",
+            "of its threads' time",
             true,
         ),
         (
@@ -459,4 +459,163 @@ print(json.dumps({"functions": {"cudaMemcpy": {"calls": calls, "errors": 0, "byt
     let (report, account) = traced(&[], Victim::spawn(command));
     assert_sums(&report, &account);
     assert_eq!(copies(&report).len(), 1, "{report}");
+}
+
+#[test]
+fn ctrl_c_leaves_no_probe_behind() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let victim = Victim::start("victim-rt", ["--bytes", "4K", "--pause-ms", "1"]);
+    let code = || (victim.code("libcuda.so.1"), victim.code("libcudart.so.13"));
+    let before = code();
+    let trace = Trace::start(["--all"]);
+    let probed = code();
+    // Not compared by a macro that prints them.
+    assert!(before.0 != probed.0, "no probe in libcuda");
+    assert!(before.1 != probed.1, "no probe in libcudart");
+    trace.interrupt();
+    assert!(code() == before, "a probe is left");
+    victim.stop();
+}
+
+#[test]
+fn two_processes_of_an_older_kernel_count_once_each() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let args = [
+        "--threads",
+        "2",
+        "--bytes",
+        "4K",
+        "--calls",
+        "1000",
+        "--hold",
+    ];
+    let victims = [0, 1].map(|_| Victim::start("victim-drv", args));
+    let pids = victims.each_ref().map(|victim| victim.pid.to_string());
+    let trace = Trace::start_as(&[("CMT_PRETEND_KERNEL", "filter")], pids);
+    for victim in &victims {
+        victim.signal(libc::SIGUSR1);
+    }
+    let accounts = victims.map(Victim::finish);
+    let report = trace.finish().0;
+    assert_eq!(report["lost"], 0, "{report}");
+    for account in accounts {
+        let processes = report["processes"].as_array().expect("processes");
+        let process = processes
+            .iter()
+            .find(|process| process["pid"] == account["pid"])
+            .expect("the process");
+        let calls: u64 = process["copies"]
+            .as_array()
+            .expect("copies")
+            .iter()
+            .map(|copy| number(&copy["calls"]))
+            .sum();
+        assert_eq!(calls, 2000, "{report}");
+    }
+}
+
+/// Containers of one image have a mount each, and the kernel shows its files under other numbers in each.
+#[test]
+fn two_mounts_of_one_library_count_each_call_once() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let folder = tempfile::tempdir().expect("a folder");
+    let lower = folder.path().join("lower");
+    fs::create_dir(&lower).expect("a folder");
+    fs::copy(
+        built().folder.join("libcuda.so.1"),
+        lower.join("libcuda.so.1"),
+    )
+    .expect("copy the library");
+    let script = r#"
+mount -t tmpfs none "$1/scratch" && mkdir "$1/scratch/up" "$1/scratch/work" "$1/scratch/merged" &&
+mount -t overlay -o "lowerdir=$1/lower,upperdir=$1/scratch/up,workdir=$1/scratch/work" none "$1/scratch/merged" &&
+LD_LIBRARY_PATH="$1/scratch/merged" exec "$2" --bytes 4K --calls 1000 --hold
+"#;
+    fs::create_dir(folder.path().join("scratch")).expect("a folder");
+    let victims = [0, 1].map(|_| {
+        let mut command = std::process::Command::new("unshare");
+        command.args([
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            script,
+            "sh",
+        ]);
+        command.arg(folder.path()).arg(built().victim("victim-drv"));
+        Victim::spawn(command)
+    });
+    let trace = Trace::start(["--all"]);
+    for victim in &victims {
+        victim.signal(libc::SIGUSR1);
+    }
+    let accounts = victims.map(Victim::finish);
+    let report = trace.interrupt();
+    assert_eq!(report["lost"], 0, "{report}");
+    for account in accounts {
+        let processes = report["processes"].as_array().expect("processes");
+        let process = processes
+            .iter()
+            .find(|process| process["pid"] == account["pid"])
+            .expect("the process");
+        let calls: u64 = process["copies"]
+            .as_array()
+            .expect("copies")
+            .iter()
+            .map(|copy| number(&copy["calls"]))
+            .sum();
+        assert_eq!(calls, 1000, "{report}");
+    }
+}
+
+#[test]
+fn a_process_whose_first_thread_has_ended_is_traced() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    const PROGRAM: &str = r#"
+import ctypes, json, os, signal, threading
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+cuda = ctypes.CDLL("libcuda.so.1")
+host = ctypes.create_string_buffer(1 << 16)
+def work():
+    device, context = ctypes.c_uint64(), ctypes.c_void_p()
+    assert cuda.cuInit(0) == 0
+    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert cuda.cuCtxSetCurrent(context) == 0
+    assert cuda.cuMemAlloc_v2(ctypes.byref(device), ctypes.c_size_t(1 << 16)) == 0
+    while open("/proc/self/stat").read().rsplit(")", 1)[1].split()[0] != "Z":
+        pass
+    print("ready", os.getpid(), flush=True)
+    signal.sigwait([signal.SIGUSR1])
+    for turn in range(300):
+        assert cuda.cuMemcpyHtoD_v2(device, host, ctypes.c_size_t(5000)) == 0
+    print(json.dumps({"functions": {"cuMemcpyHtoD_v2": {"calls": 300, "errors": 0, "bytes": 1500000}}}), flush=True)
+    os._exit(0)
+threading.Thread(target=work).start()
+# Lets go of the interpreter before it ends this thread.
+ctypes.CDLL(None).pthread_exit(None)
+"#;
+    for all in [false, true] {
+        let mut command = std::process::Command::new("python3");
+        command.env("LD_LIBRARY_PATH", &built().folder);
+        command.args(["-c", PROGRAM]);
+        let victim = Victim::spawn(command);
+        let pid = victim.pid.to_string();
+        let trace = Trace::start([if all { "--all" } else { &pid }]);
+        victim.signal(libc::SIGUSR1);
+        let account = victim.finish();
+        let report = match all {
+            true => trace.interrupt(),
+            false => trace.finish().0,
+        };
+        assert_sums(&report, &account);
+    }
 }

@@ -18,7 +18,6 @@ use serde_json::Value;
 /// What opens and closes the screen that programs draw on.
 const ENTER: &str = "\x1b[?1049h";
 const LEAVE: &str = "\x1b[?1049l";
-const SHOW_CURSOR: &str = "\x1b[?25h";
 /// Anything that takes longer hangs.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -30,6 +29,8 @@ struct OnTerminal {
     terminal: File,
     before: Termios,
     seen: Arc<Mutex<Vec<u8>>>,
+    columns: u16,
+    rows: u16,
 }
 
 impl OnTerminal {
@@ -62,6 +63,8 @@ impl OnTerminal {
             terminal,
             before,
             seen,
+            columns: 80,
+            rows: 24,
         }
     }
 
@@ -70,13 +73,26 @@ impl OnTerminal {
         String::from_utf8_lossy(&self.seen.lock().expect("it")).into_owned()
     }
 
-    /// Waits until it has written `text` since it had written `from` bytes.
+    /// What a user sees now.
+    fn screen(&self) -> vt100::Parser {
+        let [rows, columns] =
+            [self.rows, self.columns].map(|cells| cells.try_into().expect("some"));
+        let mut screen = vt100::Parser::new(rows, columns, 0);
+        screen.process(&self.seen.lock().expect("it"));
+        screen
+    }
+
+    /// Waits until the screen shows `text`.
     #[track_caller]
-    fn wait_for(&self, from: usize, text: &str) {
+    fn wait_for(&self, text: &str) {
         let start = Instant::now();
-        while !self.seen()[from..].contains(text) {
-            assert!(start.elapsed() < PATIENCE, "no {text:?}: {}", self.seen());
-            thread::sleep(Duration::from_millis(5));
+        loop {
+            let screen = self.screen().screen().contents();
+            if screen.contains(text) {
+                return;
+            }
+            assert!(start.elapsed() < PATIENCE, "no {text:?}:\n{screen}");
+            thread::sleep(Duration::from_millis(10));
         }
     }
 
@@ -84,6 +100,16 @@ impl OnTerminal {
         self.keyboard
             .write_all(keys.as_bytes())
             .expect("press keys");
+    }
+
+    fn resize(&mut self, columns: u16, rows: u16) {
+        (self.columns, self.rows) = (columns, rows);
+        let size = size(columns, rows);
+        // SAFETY: the descriptor is open, and the request reads one structure of this type.
+        let result = unsafe { libc::ioctl(self.terminal.as_raw_fd(), libc::TIOCSWINSZ, &size) };
+        assert_eq!(result, 0);
+        // The kernel tells those whose controlling terminal it is; it is nobody's.
+        self.signal(libc::SIGWINCH);
     }
 
     fn signal(&self, signal: i32) {
@@ -108,6 +134,8 @@ impl OnTerminal {
         let seen = self.seen();
         assert_eq!(status.code(), Some(0), "{seen}");
         assert_eq!(after, self.before, "the terminal is as it was");
+        let parser = self.screen();
+        assert!(!parser.screen().alternate_screen() && !parser.screen().hide_cursor());
         seen
     }
 }
@@ -126,7 +154,6 @@ fn size(columns: u16, rows: u16) -> Winsize {
 fn assert_report_after_screen(seen: &str) {
     let (screen, report) = seen.split_once(LEAVE).expect("it left its screen");
     assert!(screen.contains(ENTER), "{seen}");
-    assert!(seen.contains(SHOW_CURSOR), "{seen}");
     assert!(
         !report.contains(ENTER) && !report.contains("^C"),
         "{report:?}"
@@ -147,10 +174,9 @@ fn keys_and_signals_end_the_view_and_the_report_follows() {
     for end in ["q", "\x1b", "\x03", "SIGTERM", "SIGINT", "time"] {
         let time = if end == "time" { "2s" } else { "10m" };
         let mut cmt = OnTerminal::start(&["trace", &pid, "--for", time]);
-        cmt.wait_for(0, ENTER);
-        cmt.wait_for(0, &format!("victim-rt (pid {pid})"));
+        cmt.wait_for(&format!("victim-rt (pid {pid})"));
         // A line of the table is there once something has been counted.
-        cmt.wait_for(0, "64KiB");
+        cmt.wait_for("64KiB");
         match end {
             "SIGTERM" => cmt.signal(libc::SIGTERM),
             "SIGINT" => cmt.signal(libc::SIGINT),
@@ -161,7 +187,7 @@ fn keys_and_signals_end_the_view_and_the_report_follows() {
     }
     // So does the end of the process itself.
     let cmt = OnTerminal::start(&["trace", &pid]);
-    cmt.wait_for(0, "64KiB");
+    cmt.wait_for("64KiB");
     victim.stop();
     let seen = cmt.finish();
     assert_report_after_screen(&seen);
@@ -178,33 +204,28 @@ fn keys_change_what_is_shown_at_once() {
     };
     let victim = Victim::start("victim-rt", ["--bytes", "64K,1M", "--pause-ms", "1"]);
     let mut cmt = OnTerminal::start(&["trace", &victim.pid.to_string()]);
-    cmt.wait_for(0, "1MiB");
+    cmt.wait_for("1MiB");
     for (key, shown) in [
         ("?", "any key goes back"),
-        ("x", "processes"),
+        ("x", "HtoD"),
         ("f", "FROZEN"),
         ("t", "since the start"),
-        ("f", "freeze"),
-        ("s", "▼"),
-        ("S", "▲"),
-        ("\x1b[C", "64KiB and more"),
-        ("\x1b[B", ">"),
+        ("f", "f freeze"),
+        ("s", "pageable▼"),
+        ("S", "pageable▲"),
+        ("\x1b[C", "all processes, 64KiB and more, since the start"),
+        ("\x1b[B", "(pid "),
     ] {
-        let from = cmt.seen().len();
         let pressed = Instant::now();
         cmt.press(key);
-        cmt.wait_for(from, shown);
+        cmt.wait_for(shown);
         // The next look at the counters may be a second away.
         assert!(pressed.elapsed() < Duration::from_millis(700), "{key:?}");
     }
-    let from = cmt.seen().len();
-    let wide = size(200, 50);
-    // SAFETY: the descriptor is open, and the request reads one structure of this type.
-    let result = unsafe { libc::ioctl(cmt.terminal.as_raw_fd(), libc::TIOCSWINSZ, &wide) };
-    assert_eq!(result, 0);
-    // The kernel tells those whose controlling terminal it is; it is not ours.
-    cmt.signal(libc::SIGWINCH);
-    cmt.wait_for(from, &"─".repeat(65));
+    cmt.resize(200, 50);
+    cmt.wait_for(&"─".repeat(65));
+    let line = format!(">   {:>5} victim-rt", victim.pid);
+    cmt.wait_for(&line);
     cmt.press("q");
     assert_report_after_screen(&cmt.finish());
     victim.stop();
@@ -263,7 +284,7 @@ fn lines_add_up_to_what_the_program_counted() {
             "--bytes",
             "4K,64K",
             "--seconds",
-            "2",
+            "2.3",
             "--fail-every",
             "50",
             "--allow-errors",
@@ -271,7 +292,7 @@ fn lines_add_up_to_what_the_program_counted() {
         ],
     );
     let pid = victim.pid;
-    let mut cmt = cmt_command(["trace", &pid.to_string(), "--json", "--interval", "300ms"])
+    let mut cmt = cmt_command(["trace", &pid.to_string(), "--json", "--interval", "1s"])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -298,7 +319,8 @@ fn lines_add_up_to_what_the_program_counted() {
         .collect();
     assert!(cmt.wait().expect("wait for cmt").success());
 
-    assert!(lines.len() >= 6, "{} lines", lines.len());
+    // The last is a short one, with copies in it.
+    assert!(lines.len() >= 3, "{} lines", lines.len());
     let mut times = Vec::new();
     for (line, number) in lines.iter().zip(1..) {
         assert_eq!(line["schema"], "cmt/trace/1");

@@ -2,6 +2,7 @@
 
 use crate::compare::{self, Comparison};
 use crate::injector::Attached;
+use crate::origin::Origin;
 use crate::target::Target;
 
 const STYLE: &str = include_str!("html/style.css");
@@ -39,7 +40,9 @@ pub fn page(target: &Target, attached: &Attached, comparison: &Comparison) -> St
          <title>cmt attach {pid}</title><style>{STYLE}</style>\n\
          <h1>{comm} <small>process {pid}</small></h1>\n\
          <p>{patched} functions patched in {took:.0} ms; {threads} threads were stopped for {pause:.1} ms.</p>\n\
-         <table><thead><tr><th>copies<th><th>GB/s<th><th>median<th>calls<th>speed-up</tr></thead>\n{rows}</table></html>\n",
+         <table><thead><tr><th>copies<th><th>GB/s<th><th>median<th>calls<th>speed-up</tr></thead>\n{rows}</table>\n\
+         <p><small>{origin}</small></p></html>\n",
+        origin = escape(&Origin::now().to_string()),
         pid = target.pid,
         comm = escape(&target.comm),
         patched = attached.patched.len(),

@@ -70,7 +70,30 @@ impl Link {
         if !is_gpu {
             return None;
         }
-        Self::parse(file("max_link_speed")?, &file("max_link_width")?)
+        let able = Self::ability(device)?;
+        // A fast card in a slow slot is as fast as the slot. A virtual machine's slots say nothing true, but less than what
+        // the link runs at now it is not.
+        let slot = fs::canonicalize(device)
+            .ok()
+            .and_then(|device| Self::ability(device.parent()?));
+        let now = Self::parse(file("current_link_speed")?, &file("current_link_width")?);
+        let slower = match slot {
+            Some(slot) if slot.pinned_gb_per_s() < able.pinned_gb_per_s() => slot,
+            _ => able,
+        };
+        Some(match now {
+            Some(now) if now.pinned_gb_per_s() > slower.pinned_gb_per_s() => now,
+            _ => slower,
+        })
+    }
+
+    /// What a device or a slot can do at most.
+    fn ability(device: &Path) -> Option<Self> {
+        let file = |name: &str| fs::read_to_string(device.join(name)).ok();
+        Self::parse(
+            file("max_link_speed")?.trim().to_owned(),
+            file("max_link_width")?.trim(),
+        )
     }
 
     /// What a large pinned copy reaches, in GB/s, scaled from a measured link.
@@ -88,6 +111,41 @@ impl Link {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_slow_slot_makes_a_fast_card_slow() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let make = |at: &Path, max: (&str, &str), current: (&str, &str)| {
+            fs::create_dir_all(at).expect("a folder");
+            for (name, text) in [
+                ("vendor", NVIDIA),
+                ("class", "0x030200"),
+                ("max_link_speed", max.0),
+                ("max_link_width", max.1),
+                ("current_link_speed", current.0),
+                ("current_link_width", current.1),
+            ] {
+                fs::write(at.join(name), format!("{text}\n")).expect("a file");
+            }
+        };
+        const SLOW: (&str, &str) = ("16.0 GT/s PCIe", "8");
+        const FAST: (&str, &str) = ("32.0 GT/s PCIe", "16");
+        const IDLE: (&str, &str) = ("2.5 GT/s PCIe", "8");
+        for (slot, card, now, speed) in [
+            (SLOW, FAST, IDLE, SLOW),
+            (FAST, FAST, IDLE, FAST),
+            // A virtual slot.
+            (("2.5 GT/s PCIe", "1"), FAST, FAST, FAST),
+            (("Unknown", "0"), FAST, IDLE, FAST),
+        ] {
+            let slot_at = folder.path().join("slot");
+            let card_at = slot_at.join("card");
+            make(&card_at, card, now);
+            make(&slot_at, slot, now);
+            let link = Link::of(&card_at).expect("a link");
+            assert_eq!((&*link.speed, &*link.width.to_string()), speed, "{slot:?}");
+        }
+    }
 
     #[test]
     fn a_link_is_read_and_nonsense_is_none() {

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use cmt_agent::bench::copier;
-use cmt_agent::commands::{attach, bench, detach, doctor, fleet, status, trace};
+use cmt_agent::commands::{attach, bench, detach, doctor, fleet, serve, status, trace};
 use cmt_agent::{keeper, pipe};
 
 #[cfg(feature = "fuzzing")]
@@ -26,6 +26,7 @@ enum Command {
     Status(status::Args),
     Bench(bench::Args),
     Doctor(doctor::Args),
+    Serve(serve::Args),
     Fleet(fleet::Args),
     #[command(hide = true)]
     Keeper(keeper::Args),
@@ -41,6 +42,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Status(args) => status::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),
+        Command::Serve(args) => serve::run(args),
         Command::Fleet(args) => fleet::run(args),
         Command::Keeper(args) => keeper::run(args),
         Command::BenchCopier(args) => copier::run(args),

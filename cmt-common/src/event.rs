@@ -309,6 +309,8 @@ pub struct Call {
     pub counts: u32,
     /// Calls that began within it.
     pub nested: u32,
+    /// Target number of the probe that saw it. A file that two mounts show under two numbers has two probes.
+    pub target: u16,
     /// 1 where it takes a stream.
     pub asynchronous: u8,
     /// What the destination's page said when the call began: see [`crate::kernel::page`].
@@ -316,7 +318,7 @@ pub struct Call {
     /// The same of the source.
     pub src_page: u8,
     /// Zero.
-    pub _pad: u8,
+    pub _pad: [u8; 7],
 }
 
 /// An asynchronous copy that a thread has made, and nothing since: the one whose cost a wait that follows belongs to.

@@ -6,6 +6,8 @@ pub mod page {
     pub const PINNED: u8 = 0x08;
     /// A driver's page: no anonymous memory, no file's.
     pub const DRIVERS: u8 = 0x10;
+    /// There is a page, and whether it is pinned cannot be told.
+    pub const UNCLEAR: u8 = 0x20;
     /// The page tables could be read.
     pub const LOOKED: u8 = 0x80;
     /// The backing.
@@ -51,7 +53,7 @@ pub struct Layout {
     pub page_mapcount: u32,
     /// `page._refcount`
     pub page_refcount: u32,
-    /// `folio._pincount`; 0 where there is none.
+    /// `folio._pincount`, or what older kernels have in its place; 0 where there is none.
     pub folio_pincount: u32,
     /// `1 << PG_head`
     pub head_bit: u64,

@@ -38,6 +38,13 @@ pub fn copy_enter(context: ProbeContext) -> u32 {
     if let Some(outer) = CALLS.get_ptr_mut(pid_tgid) {
         // SAFETY: only this thread uses this entry, and it removes it in no other place at the same time.
         let outer = unsafe { &mut *outer };
+        if outer.sp == arguments.sp
+            && outer.function == cookie.function()
+            && outer.target != cookie.target()
+        {
+            // The same call by another probe on the same function.
+            return 0;
+        }
         if encloses(outer, arguments.sp) {
             outer.nested += 1;
             fill_gap(outer, cookie, &arguments);
@@ -50,6 +57,8 @@ pub fn copy_enter(context: ProbeContext) -> u32 {
         );
         lost_many(Lost::NoReturn, 1 + nested as u64);
     }
+    // What this call waits for in itself is not behind the one before.
+    let _ = PENDING.remove(pid_tgid);
     let pid = process(cookie.target(), pid_tgid);
     let Some(copied) = Copied::read(cookie, &arguments) else {
         // Counting it under invented figures would be worse.
@@ -75,10 +84,11 @@ pub fn copy_enter(context: ProbeContext) -> u32 {
         bytes_missing: copied.bytes_missing as u32,
         counts: (phase == phase::COUNTING) as u32,
         nested: 0,
+        target: cookie.target(),
         asynchronous,
-        dst_page: copied.dst.page(copied.bytes),
-        src_page: copied.src.page(copied.bytes),
-        _pad: 0,
+        dst_page: copied.dst.page(copied.first_bytes),
+        src_page: copied.src.page(copied.first_bytes),
+        _pad: [0; 7],
     };
     if CALLS.insert(pid_tgid, call, 0).is_err() {
         lost(Lost::CallsFull);
@@ -124,7 +134,6 @@ pub fn copy_leave(context: RetProbeContext) -> u32 {
     };
     let elapsed_ns = now_ns.saturating_sub(call.start_ns);
     record(&key, call.bytes, elapsed_ns, result);
-    // A copy that has waited itself ends what was to be waited for, too.
     if call.asynchronous != 0 && result == 0 {
         let pending = Pending {
             key,
@@ -134,8 +143,6 @@ pub fn copy_leave(context: RetProbeContext) -> u32 {
         };
         // Without room the wait that may follow is not counted.
         let _ = PENDING.insert(pid_tgid, pending, 0);
-    } else {
-        let _ = PENDING.remove(pid_tgid);
     }
     tell(|| CopyEvent {
         key,
@@ -259,6 +266,8 @@ struct Copied {
     dst: Side,
     src: Side,
     bytes: u64,
+    /// Of a batch, those of the first copy, whose addresses these are.
+    first_bytes: u64,
     bytes_missing: bool,
 }
 
@@ -319,7 +328,9 @@ impl Copied {
             bytes = bytes.wrapping_add(user(sizes.wrapping_add(index * 8))?);
         }
         let (dst, src) = (user(arguments.get(0)?)?, user(arguments.get(1)?)?);
-        Some(Self::with_kind(dst, src, KIND_DEFAULT, bytes))
+        let mut copied = Self::with_kind(dst, src, KIND_DEFAULT, bytes);
+        copied.first_bytes = user(sizes)?;
+        Some(copied)
     }
 
     /// `CUDA_MEMCPY3D_BATCH_OP`: 14 words; source operand at 0 and destination at 40, whose first words are type (pointer 1,
@@ -344,12 +355,10 @@ impl Copied {
             let [width, height, depth]: [u64; 3] = user(operation + 80)?;
             bytes = bytes.wrapping_add(width.wrapping_mul(height).wrapping_mul(depth));
         }
-        Some(Self::with_kind(
-            user(at + 48)?,
-            user(at + 8)?,
-            KIND_DEFAULT,
-            bytes,
-        ))
+        let mut copied = Self::with_kind(user(at + 48)?, user(at + 8)?, KIND_DEFAULT, bytes);
+        // One row: what lies between rows need not be the buffer's.
+        copied.first_bytes = user(at + 80)?;
+        Some(copied)
     }
 
     /// `cudaMemcpy3DPeerParms`: source array at 0, destination array at 72, extent at 144. With an array the width counts
@@ -362,6 +371,7 @@ impl Copied {
         Some(Self {
             dst: Side::ARRAY,
             src: Side::ARRAY,
+            first_bytes: 0,
             bytes: if bytes_missing {
                 0
             } else {
@@ -379,6 +389,7 @@ impl Copied {
             src: Side::from_driver(words[2], words[3], words[4]),
             dst: Side::from_driver(words[9], words[10], words[11]),
             bytes: words[14].wrapping_mul(words[15]),
+            first_bytes: words[14].wrapping_mul(words[15]),
             bytes_missing: false,
         })
     }
@@ -391,6 +402,7 @@ impl Copied {
             src: Side::from_driver(words[4], words[5], words[6]),
             dst: Side::from_driver(words[15], words[16], words[17]),
             bytes: words[22].wrapping_mul(words[23]).wrapping_mul(words[24]),
+            first_bytes: words[22].wrapping_mul(words[23]).wrapping_mul(words[24]),
             bytes_missing: false,
         })
     }
@@ -412,6 +424,7 @@ impl Copied {
         }
         if copied.bytes_missing {
             copied.bytes = 0;
+            copied.first_bytes = 0;
         }
         Some(copied)
     }
@@ -436,6 +449,7 @@ impl Copied {
                 address: src,
             },
             bytes,
+            first_bytes: bytes,
             bytes_missing: false,
         }
     }

@@ -46,6 +46,10 @@ static DROPPED: Array<u64> = Array::with_max_entries(1, 0);
 #[unsafe(no_mangle)]
 static TELLING: Global<u8> = Global::new(0);
 
+/// 1 where the kernel lets programs read its memory; set before they are loaded. Under lockdown it refuses those that would.
+#[unsafe(no_mangle)]
+static SEEING: Global<u8> = Global::new(0);
+
 /// How this kernel lays out what is read of it, by the host.
 #[map]
 static LAYOUT: Array<Layout> = Array::with_max_entries(1, 0);
@@ -114,6 +118,9 @@ pub fn phase() -> u32 {
 /// The layout of this kernel, as far as the host knows it by now.
 #[inline(always)]
 pub fn layout() -> Option<&'static Layout> {
+    if SEEING.load() == 0 {
+        return None;
+    }
     LAYOUT.get(0)
 }
 

@@ -41,7 +41,7 @@ fn unregistered(pid: u32, page: u8) -> MemoryKind {
     }
     if page & page::PINNED != 0 {
         MemoryKind::Pinned
-    } else if page & page::DRIVERS != 0 {
+    } else if page & (page::DRIVERS | page::UNCLEAR) != 0 {
         MemoryKind::Unknown
     } else {
         MemoryKind::Pageable

@@ -6,17 +6,21 @@
 //! (`Documentation/core-api/pin_user_pages.rst`). Page tables are read without a lock: they may change meanwhile, so all
 //! that is read is taken for an answer of the moment and never followed beyond the page itself.
 
-use aya_ebpf::helpers::{bpf_get_current_task, bpf_probe_read_kernel};
+use aya_ebpf::helpers::{
+    bpf_get_current_pid_tgid, bpf_get_current_task, bpf_probe_read_kernel,
+};
 use aya_ebpf::macros::uprobe;
 use aya_ebpf::programs::ProbeContext;
 use cmt_common::api::Backing;
 use cmt_common::kernel::{Layout, Survey, page};
 
 use crate::call::Arguments;
-use crate::maps::{layout, survey_found};
+use crate::maps::{foreign, layout, survey_found};
 
 const PRESENT: u64 = 1;
 const WRITABLE: u64 = 1 << 1;
+/// In an entry that is not present: a page that is there, and is to be faulted on (PROT_NONE, NUMA hints).
+const PROT_NONE: u64 = 1 << 8;
 /// In a table above the last: a large page instead of a table.
 const LEAF: u64 = 1 << 7;
 /// Bits of an entry that are a physical address.
@@ -44,7 +48,9 @@ enum Walk {
     Page(Entry),
     /// Nothing was ever there.
     Absent,
-    /// A page that is elsewhere (swapped out, on its way), or nothing could be read.
+    /// A page that is elsewhere (swapped out, on its way), which no pinned one can be.
+    Away,
+    /// A page that is hidden, or nothing could be read.
     Unclear,
 }
 
@@ -59,13 +65,15 @@ pub fn look(address: u64) -> u8 {
 
 #[inline(always)]
 fn look_by(layout: &Layout, address: u64) -> u8 {
+    const UNCLEAR: u8 = page::LOOKED | page::UNCLEAR;
     let Some(table) = top_table(layout) else {
-        return 0;
+        return UNCLEAR;
     };
     match walk(layout, table, address) {
-        Walk::Page(entry) => classify(layout, &entry).unwrap_or(0),
+        Walk::Page(entry) => classify(layout, &entry).unwrap_or(UNCLEAR),
         Walk::Absent => page::LOOKED | Backing::Untouched as u8,
-        Walk::Unclear => 0,
+        Walk::Away => page::LOOKED,
+        Walk::Unclear => UNCLEAR,
     }
 }
 
@@ -95,7 +103,7 @@ fn walk(layout: &Layout, top: u64, address: u64) -> Walk {
     }
     match entry_at(table, address, 30) {
         Some(entry) if entry & PRESENT == 0 => {
-            return if entry == 0 { Walk::Absent } else { Walk::Unclear };
+            return not_present(entry);
         }
         Some(entry) if entry & LEAF != 0 => return leaf(entry, address, 30),
         Some(entry) => table = below(layout, entry),
@@ -103,20 +111,31 @@ fn walk(layout: &Layout, top: u64, address: u64) -> Walk {
     }
     match entry_at(table, address, 21) {
         Some(entry) if entry & PRESENT == 0 => {
-            return if entry == 0 { Walk::Absent } else { Walk::Unclear };
+            return not_present(entry);
         }
         Some(entry) if entry & LEAF != 0 => return leaf(entry, address, 21),
         Some(entry) => table = below(layout, entry),
         None => return Walk::Unclear,
     }
     match entry_at(table, address, 12) {
-        Some(0) => Walk::Absent,
         Some(entry) if entry & PRESENT != 0 => Walk::Page(Entry {
             value: entry,
             physical: entry & ADDRESS,
             large: false,
         }),
-        _ => Walk::Unclear,
+        Some(entry) => not_present(entry),
+        None => Walk::Unclear,
+    }
+}
+
+#[inline(always)]
+fn not_present(entry: u64) -> Walk {
+    if entry == 0 {
+        Walk::Absent
+    } else if entry & PROT_NONE != 0 {
+        Walk::Unclear
+    } else {
+        Walk::Away
     }
 }
 
@@ -213,6 +232,9 @@ fn kernel<T>(address: u64) -> Option<T> {
 /// can find out the parts of it that BTF does not tell.
 #[uprobe]
 pub fn survey(context: ProbeContext) -> u32 {
+    if foreign(bpf_get_current_pid_tgid()) {
+        return 0;
+    }
     let arguments = Arguments::read(&context);
     let (Some(address), Some(descriptor)) = (arguments.get(0), arguments.get(1)) else {
         return 0;

@@ -5,6 +5,7 @@ mod node;
 mod protobuf;
 mod scale;
 mod sides;
+mod whole;
 
 use std::collections::BTreeMap;
 

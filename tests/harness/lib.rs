@@ -13,7 +13,7 @@ mod victim;
 
 pub use build::{Built, built};
 pub use cycles::{attach, attach_halfway, cycles, detach, refusal, wait_until_staged};
-pub use prometheus::{Prometheus, free_port, unix_time};
+pub use prometheus::{CLASSIC, Prometheus, free_port, unix_time};
 pub use rung::{Rung, Turn, libcudart, require, require_packages};
 pub use tool::{Finished, Running, cmt, cmt_command, spawn_cmt};
 pub use trace::Trace;

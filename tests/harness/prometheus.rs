@@ -20,6 +20,9 @@ pub struct Prometheus {
     pub url: String,
 }
 
+/// In the place of a first argument: without native histograms.
+pub const CLASSIC: &str = "classic";
+
 impl Prometheus {
     /// Starts it on no data: it scrapes these addresses every second.
     pub fn start(targets: &[String]) -> Self {
@@ -42,6 +45,11 @@ impl Prometheus {
         );
         let path = folder.join("prometheus.yml");
         fs::write(&path, config).expect("its configuration");
+        // Without it, it reads text and the histograms' classic half.
+        let (native, arguments) = match arguments {
+            [CLASSIC, rest @ ..] => (None, rest),
+            _ => (Some("--enable-feature=native-histograms"), arguments),
+        };
         let log_path = folder.join("log");
         let address = format!("127.0.0.1:{}", free_port());
         let mut child = Command::new("prometheus")
@@ -49,7 +57,7 @@ impl Prometheus {
             .arg(format!("--storage.tsdb.path={}", folder.display()))
             .arg("--storage.tsdb.retention.time=100y")
             .arg(format!("--web.listen-address={address}"))
-            .arg("--enable-feature=native-histograms")
+            .args(native)
             .args(arguments)
             .stdout(Stdio::null())
             .stderr(fs::File::create(&log_path).expect("its log"))

@@ -36,6 +36,7 @@ build() {
     build victim-kinds kinds.c -L"$libs" -lcuda
     build libevery.so every.c -DLIBRARY -shared -fPIC -fno-ipa-icf
     build victim-every every.c -ldl
+    build victim-crowd crowd.c -ldl
     build victim-jumper jumper.c -rdynamic -fno-omit-frame-pointer
     build victim-nocuda sleeper.c
     build victim-static sleeper.c -static

@@ -30,6 +30,7 @@ pub use table::text;
 
 use crate::compare;
 use crate::cpus::Cpus;
+use crate::origin::Origin;
 use crate::target::Target;
 use crate::{injector, keeper, profile};
 use machine::Machine;
@@ -181,6 +182,7 @@ fn measure(settings: &Settings, session: &mut Session, device: &Device) -> anyho
         largest_bytes: largest,
         limited_by: limited_by.map(str::to_owned),
         idle_synchronize_ns: device.idle_synchronize_ns,
+        origin: Some(Origin::now()),
         machine,
         attach,
         cells: cells(&stock, &tuned, &again),

@@ -50,6 +50,9 @@ pub fn page(report: &Report) -> anyhow::Result<String> {
             &of(report, direction, memory),
         );
     }
+    if let Some(origin) = &report.origin {
+        body += &format!("<p><small>{}</small></p>\n", escape(&origin.to_string()));
+    }
     Ok(format!(
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width\">\n\
          <title>{title}</title><style>{STYLE}</style>\n{body}</html>\n"

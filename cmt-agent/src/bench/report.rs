@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::cpu::CpuCopies;
 use super::machine::Machine;
 use super::wire::{Batch, Direction, Memory};
+use crate::origin::Origin;
 use crate::profile;
 
 /// The name and version of the format.
@@ -30,6 +31,9 @@ pub struct Report {
     pub limited_by: Option<String>,
     /// Median of `cuCtxSynchronize` with nothing to wait for: part of each time until the device is idle.
     pub idle_synchronize_ns: u64,
+    /// Who measured, where and when; none in reports of versions that did not say.
+    #[serde(default)]
+    pub origin: Option<Origin>,
     /// Where it ran.
     pub machine: Machine,
     /// How the process was attached to; none if interrupted before.

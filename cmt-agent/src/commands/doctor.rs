@@ -5,6 +5,7 @@ use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width, presets};
 
 use crate::doctor::{Check, Report, State, examine};
 use crate::pipe;
+use crate::probes::rights::{OURSELVES, SETCAP};
 
 /// Report and table both fit a terminal of this width.
 const COLUMNS: u16 = 80;
@@ -38,8 +39,15 @@ fn text(report: &Report) -> String {
         .load_style(presets::NOTHING)
         .set_content_arrangement(ContentArrangement::Dynamic)
         .set_width(COLUMNS);
-    for check in &report.checks {
-        table.add_row([state(check), check.name.to_string(), explain(check)]);
+    for (index, check) in report.checks.iter().enumerate() {
+        let next = report.checks.get(index + 1);
+        // Neighbours with the same remedy share it.
+        let shared = next.is_some_and(|next| next.remedy == check.remedy);
+        table.add_row([
+            state(check),
+            check.name.to_string(),
+            explain(check, !shared),
+        ]);
     }
     for (column, width) in [(0, 9), (1, 24)] {
         if let Some(column) = table.column_mut(column) {
@@ -54,11 +62,26 @@ fn text(report: &Report) -> String {
         }
     };
     format!(
-        "{}\n\ncmt trace {}, cmt attach {}.",
+        "{}\n{}\ncmt trace {}, cmt attach {}.",
         table.trim_fmt(),
+        setcap(report),
         word(report.trace),
         word(report.attach)
     )
+}
+
+/// The command that grants most, on lines of its own: in the table it would be cut in pieces.
+fn setcap(report: &Report) -> String {
+    let remedies = report
+        .checks
+        .iter()
+        .filter_map(|check| check.remedy.as_deref());
+    let commands =
+        remedies.filter_map(|remedy| remedy.split_once(SETCAP)?.1.strip_suffix(OURSELVES));
+    match commands.max_by_key(|capabilities| capabilities.len()) {
+        Some(capabilities) => format!("\n{SETCAP} \\\n{} \\\n{OURSELVES}\n", capabilities.trim()),
+        None => String::new(),
+    }
 }
 
 fn state(check: &Check) -> String {
@@ -71,10 +94,15 @@ fn state(check: &Check) -> String {
     .to_string()
 }
 
-fn explain(check: &Check) -> String {
+fn explain(check: &Check, with_remedy: bool) -> String {
     let mut lines = vec![check.found.clone()];
     lines.extend(check.meaning.as_deref().map(str::to_owned));
-    lines.extend(check.remedy.as_ref().map(|remedy| format!("-> {remedy}")));
+    if let Some(remedy) = check.remedy.as_deref().filter(|_| with_remedy) {
+        lines.push(match remedy.split_once(SETCAP) {
+            Some((before, _)) => format!("-> {before}see below"),
+            None => format!("-> {remedy}"),
+        });
+    }
     lines.join("\n")
 }
 

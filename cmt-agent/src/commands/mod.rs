@@ -5,5 +5,6 @@ pub mod bench;
 pub mod detach;
 pub mod doctor;
 pub mod fleet;
+pub mod serve;
 pub mod status;
 pub mod trace;

@@ -70,7 +70,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     };
     if unseen > 0 {
         eprintln!(
-            "cmt: {unseen} processes may not be inspected, so they may be attached too: {}",
+            "cmt: {unseen} of the processes may not be inspected, and may be attached too: {}",
             rights::refusal(Deed::Look { own: false })
         );
     }
@@ -116,6 +116,11 @@ fn all() -> anyhow::Result<(Vec<Process>, usize)> {
         }
     }
     Ok((attached, unseen))
+}
+
+/// Whether the new copier is in process `pid`; false where that may not be looked at.
+pub fn is_attached(pid: u32) -> bool {
+    Target::look_at(pid).is_ok_and(|target| matches!(attached_one(target), Ok(Some(_))))
 }
 
 fn attached_one(mut target: Target) -> Result<Option<Process>, InjectError> {

@@ -32,8 +32,8 @@ pub(super) fn btf() -> Check {
     match fs::metadata(PATH) {
         Ok(file) => Check::ok(NAME, Trace, format!("{} KiB", file.len() >> 10)),
         Err(error) => Check::new(NAME, Trace, State::Warning, format!("{PATH}: {error}")).but(
-            "the kernel does not describe its types; cmt's programs do without",
-            "nothing, as long as BPF below is ok",
+            "the kernel does not describe its types, so its page tables cannot be read",
+            "use a kernel built with CONFIG_DEBUG_INFO_BTF; copies are counted without it, too",
         ),
     }
 }
@@ -78,11 +78,11 @@ pub(super) fn links() -> Check {
     }
 }
 
-/// Does what a trace does, to this process.
-pub(super) fn uprobes() -> Check {
+/// Does what a trace does, to this process: places probes, and reads page tables.
+pub(super) fn uprobes() -> Vec<Check> {
     const NAME: &str = "uprobes";
     let failed = |found: String, remedy: String| {
-        Check::new(NAME, Trace, State::Failed, found).but("no copy can be counted", remedy)
+        vec![Check::new(NAME, Trace, State::Failed, found).but("no copy can be counted", remedy)]
     };
     let mut probes = match Probes::load(Reach::Chosen, false) {
         Ok(probes) => probes,
@@ -91,17 +91,26 @@ pub(super) fn uprobes() -> Check {
         }
         Err(error) => return failed(error.to_string(), "see the kernel's checks above".into()),
     };
+    let (pages, survey) = probes::learn(&mut probes);
     let (cost, links) = probes::pair_ns(&mut probes);
     let placed = !links.is_empty();
-    probes::detach([links]);
-    match cost {
-        Some(ns) => Check::ok(
-            NAME,
-            Trace,
-            format!("can be placed; {:.1} µs for each call", ns as f64 / 1e3),
+    probes::detach([links, survey]);
+    let found = match cost {
+        Some(ns) => format!("can be placed; {:.1} µs for each call", ns as f64 / 1e3),
+        None if placed => "can be placed; their cost is not known".to_owned(),
+        None => return failed("cannot be placed".into(), rights::refusal(Deed::Trace)),
+    };
+    vec![Check::ok(NAME, Trace, found), page_tables(pages)]
+}
+
+fn page_tables(pages: Result<(), String>) -> Check {
+    const NAME: &str = "page tables";
+    match pages {
+        Ok(()) => Check::ok(NAME, Trace, "readable: kinds of memory are told apart"),
+        Err(why) => Check::new(NAME, Trace, State::Warning, why).but(
+            "memory that was registered before a trace shows as unknown",
+            "trace from the program's start, or use a kernel with BTF",
         ),
-        None if placed => Check::ok(NAME, Trace, "can be placed; their cost is not known"),
-        None => failed("cannot be placed".into(), rights::refusal(Deed::Trace)),
     }
 }
 

@@ -114,11 +114,13 @@ pub fn examine() -> Report {
         kernel::btf(),
         kernel::bpf(),
         kernel::links(),
-        kernel::uprobes(),
+    ];
+    checks.extend(kernel::uprobes());
+    checks.extend([
         kernel::lockdown(),
         kernel::sysctls(),
         kernel::memory_files(),
-    ];
+    ]);
     checks.extend(rights::capabilities());
     checks.extend([
         rights::ptrace_scope(),

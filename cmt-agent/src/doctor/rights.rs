@@ -78,11 +78,11 @@ fn checks(ours: &Standing) -> Vec<Check> {
         if !is_missing(&wanted) {
             return Check::ok(name, wanted.need, "held");
         }
-        let remedy = match wanted.without {
-            Info => ours.grant(&[wanted.capability], &[]),
-            _ => ours.grant(&missing, &[]),
-        };
-        Check::new(name, wanted.need, wanted.without, "missing").but(wanted.meaning, remedy)
+        let found = Check::new(name, wanted.need, wanted.without, "missing");
+        match wanted.without {
+            Info => found.means(wanted.meaning),
+            _ => found.but(wanted.meaning, ours.grant(&missing, &[])),
+        }
     };
     WANTED.iter().map(check).collect()
 }

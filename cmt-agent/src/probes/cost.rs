@@ -54,7 +54,7 @@ pub fn pair_ns(probes: &mut Probes) -> (Option<u64>, Links) {
         probes.maps.forget(key);
     }
     if let Some(events) = &mut probes.events {
-        while events.next().is_some() {}
+        while events.take_next().is_some() {}
     }
     let reset =
         probes.maps.enter_phase(phase::PLACING).is_ok() && probes.maps.reset_pairs().is_ok();

@@ -3,7 +3,8 @@
 //! A probe stands in for the instruction below it. The kernel emulates pushes, no-ops and relative branches
 //! (`arch/x86/kernel/uprobes.c`); any other it has to single-step, which makes a probe seven times as expensive. So where a
 //! function begins with something else that leaves the stack and the arguments alone, such as `endbr64`, it is probed behind
-//! that.
+//! that. Except behind what `cmt attach` leaves in place when it patches a function (`cmt-inject/src/hook/plan.rs`): its jump
+//! would stand where the probe goes, and a probe in the middle of an instruction ends the program.
 
 use std::fs::File;
 use std::io;
@@ -27,8 +28,16 @@ const NEEDED: [Register; 7] = [
     Register::RSP,
 ];
 
-/// The offset in `file` at which to probe the function that starts at `offset`.
-pub fn probe_at(file: &File, offset: u64) -> io::Result<u64> {
+/// Where a function is probed.
+pub struct Place {
+    /// Offset in the file.
+    pub offset: u64,
+    /// Whether the kernel has to single-step the instruction there.
+    pub single_stepped: bool,
+}
+
+/// Where in `file` to probe the function that starts at `offset`.
+pub fn probe_at(file: &File, offset: u64) -> io::Result<Place> {
     let mut code = [0; BYTES];
     let mut read = 0;
     while read < BYTES {
@@ -40,17 +49,22 @@ pub fn probe_at(file: &File, offset: u64) -> io::Result<u64> {
     if read == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    Ok(offset + skip(&code[..read]))
+    let skipped = skip(&code[..read]);
+    Ok(Place {
+        offset: offset + skipped.unwrap_or(0),
+        single_stepped: skipped.is_none(),
+    })
 }
 
-/// Bytes to leave out before the first instruction that the kernel emulates; 0 where none can be reached.
-fn skip(code: &[u8]) -> u64 {
+/// Bytes to leave out before the first instruction that the kernel emulates; `None` where none can be reached.
+fn skip(code: &[u8]) -> Option<u64> {
     let mut info = InstructionInfoFactory::new();
     for instruction in Decoder::with_ip(64, code, 0, DecoderOptions::NONE) {
         if is_emulated(&instruction) {
-            return instruction.ip();
+            return Some(instruction.ip());
         }
         let harmless = !instruction.is_invalid()
+            && !is_kept_by_attach(&instruction)
             && instruction.flow_control() == FlowControl::Next
             && info
                 .info(&instruction)
@@ -58,10 +72,10 @@ fn skip(code: &[u8]) -> u64 {
                 .iter()
                 .all(|used| used.access() == OpAccess::Read || !is_needed(used.register()));
         if !harmless {
-            return 0;
+            return None;
         }
     }
-    0
+    None
 }
 
 fn is_emulated(instruction: &Instruction) -> bool {
@@ -71,6 +85,14 @@ fn is_emulated(instruction: &Instruction) -> bool {
         Mnemonic::Jmp => instruction.op0_kind() == OpKind::NearBranch64,
         _ => false,
     }
+}
+
+/// `endbr64` is kept as well, but with the instruction behind it.
+fn is_kept_by_attach(instruction: &Instruction) -> bool {
+    matches!(
+        instruction.mnemonic(),
+        Mnemonic::Cmp | Mnemonic::Test | Mnemonic::Nop
+    )
 }
 
 fn is_needed(register: Register) -> bool {
@@ -85,32 +107,43 @@ mod tests {
     fn only_what_leaves_stack_and_arguments_alone_is_skipped() {
         for (code, at) in [
             // push rbp; mov rbp, rsp
-            (&[0x55, 0x48, 0x89, 0xe5][..], 0),
+            (&[0x55, 0x48, 0x89, 0xe5][..], Some(0)),
             // endbr64; push rbp
-            (&[0xf3, 0x0f, 0x1e, 0xfa, 0x55], 4),
+            (&[0xf3, 0x0f, 0x1e, 0xfa, 0x55], Some(4)),
             // endbr64; push r15
-            (&[0xf3, 0x0f, 0x1e, 0xfa, 0x41, 0x57], 4),
+            (&[0xf3, 0x0f, 0x1e, 0xfa, 0x41, 0x57], Some(4)),
             // lea rax, [rip+16]; xor r10d, r10d; push rbx
             (
                 &[0x48, 0x8d, 0x05, 0x10, 0, 0, 0, 0x45, 0x31, 0xd2, 0x53],
-                10,
+                Some(10),
+            ),
+            // cmp dword [rip+16], 0; push rbp
+            (&[0x83, 0x3d, 0x10, 0, 0, 0, 0, 0x55], None),
+            // test edi, edi; push rbp
+            (&[0x85, 0xff, 0x55], None),
+            // nop dword [rax]; push rbp
+            (&[0x0f, 0x1f, 0x00, 0x55], None),
+            // endbr64; cmp dword [rip+16], 0; push rbp
+            (
+                &[0xf3, 0x0f, 0x1e, 0xfa, 0x83, 0x3d, 0x10, 0, 0, 0, 0, 0x55],
+                None,
             ),
             // sub rsp, 8; push rbx
-            (&[0x48, 0x83, 0xec, 0x08, 0x53], 0),
+            (&[0x48, 0x83, 0xec, 0x08, 0x53], None),
             // mov rdi, rsi; push rbx
-            (&[0x48, 0x89, 0xf7, 0x53], 0),
+            (&[0x48, 0x89, 0xf7, 0x53], None),
             // mov esi, 1 (the upper half goes, too); push rbx
-            (&[0xbe, 1, 0, 0, 0, 0x53], 0),
+            (&[0xbe, 1, 0, 0, 0, 0x53], None),
             // endbr64; jmp +5
-            (&[0xf3, 0x0f, 0x1e, 0xfa, 0xe9, 5, 0, 0, 0, 0x53], 4),
+            (&[0xf3, 0x0f, 0x1e, 0xfa, 0xe9, 5, 0, 0, 0, 0x53], Some(4)),
             // endbr64; jmp [rip+16]
-            (&[0xf3, 0x0f, 0x1e, 0xfa, 0xff, 0x25, 16, 0, 0, 0], 0),
+            (&[0xf3, 0x0f, 0x1e, 0xfa, 0xff, 0x25, 16, 0, 0, 0], None),
             // xor eax, eax; ret
-            (&[0x31, 0xc0, 0xc3, 0x53], 0),
+            (&[0x31, 0xc0, 0xc3, 0x53], None),
             // push qword [rdi]
-            (&[0xff, 0x37, 0x53], 0),
+            (&[0xff, 0x37, 0x53], None),
             // cut in the middle of an instruction
-            (&[0x48, 0x8d], 0),
+            (&[0x48, 0x8d], None),
         ] {
             assert_eq!(skip(code), at, "{code:02x?}");
         }

@@ -74,9 +74,9 @@ pub fn lockdown() -> String {
     mode.map_or("none", |(mode, _)| mode).to_owned()
 }
 
-/// Whether its page tables are to be taken for unreadable.
-pub fn is_blind() -> bool {
-    pretended().as_deref() == Some("blind")
+/// Whether programs may read its memory: LOCKDOWN_BPF_READ_KERNEL of `security/lockdown`.
+pub fn lets_read() -> bool {
+    lockdown() != "confidentiality" && pretended().as_deref() != Some("blind")
 }
 
 fn pretended() -> Option<String> {

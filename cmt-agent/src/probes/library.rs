@@ -61,6 +61,9 @@ pub struct Library {
     pub(super) copies: Vec<Site>,
     pub(super) allocations: Vec<Site>,
     pub(super) waits: Vec<Site>,
+    /// True where the kernel has to single-step an instruction below a probe, which costs several times as much as one that
+    /// it emulates.
+    pub single_stepped: bool,
 }
 
 /// The functions that a file exports, by table.
@@ -141,9 +144,12 @@ impl Library {
         if found.copies.is_empty() {
             return Ok(None);
         }
+        let mut single_stepped = false;
         for sites in found.tables() {
             for site in &mut *sites {
-                site.offset = probe_at(&file, site.offset).map_err(failed)?;
+                let place = probe_at(&file, site.offset).map_err(failed)?;
+                site.offset = place.offset;
+                single_stepped |= place.single_stepped;
             }
             // Two names of one address would count each call twice.
             sites.sort_by_key(|site| (site.offset, site.function));
@@ -155,6 +161,7 @@ impl Library {
             copies: found.copies,
             allocations: found.allocations,
             waits: found.waits,
+            single_stepped,
         }))
     }
 

@@ -39,10 +39,7 @@ pub(super) fn single(ebpf: &mut Ebpf) -> Result<(), ProbeError> {
                 io_error,
                 verifier_log,
             }) if io_error.raw_os_error() != Some(libc::EPERM) => {
-                return Err(ProbeError::Verifier {
-                    program: name,
-                    log: format!("{io_error} {}", tail(&verifier_log.to_string())),
-                });
+                return Err(unfit(name, &io_error, &verifier_log.to_string()));
             }
             Err(error) => return Err(ProbeError::of("BPF programs", system_error(error))),
         }
@@ -171,13 +168,20 @@ fn load_program(
             Err(_) if log.is_empty() => log = vec![0u8; 1 << 20],
             Err(error) => {
                 let end = log.iter().position(|byte| *byte == 0).unwrap_or(log.len());
-                return Err(ProbeError::Verifier {
-                    program: name,
-                    log: format!("{error} {}", tail(&String::from_utf8_lossy(&log[..end]))),
-                });
+                return Err(unfit(name, &error, &String::from_utf8_lossy(&log[..end])));
             }
         }
     }
+}
+
+/// The error for a program that the verifier refuses. Lockdown takes helpers away, and the verifier then says the same as of
+/// a program that is wrong.
+fn unfit(program: &'static str, error: &io::Error, log: &str) -> ProbeError {
+    if kernel::lockdown() == "confidentiality" {
+        return ProbeError::of("BPF programs", io::Error::from_raw_os_error(libc::EPERM));
+    }
+    let log = format!("{error} {}", tail(log));
+    ProbeError::Verifier { program, log }
 }
 
 fn tail(log: &str) -> String {

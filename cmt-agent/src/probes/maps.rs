@@ -4,6 +4,7 @@
     reason = "map keys and values are passed to the kernel as bytes"
 )]
 
+use std::collections::HashSet;
 use std::path::Path;
 
 use aya::maps::{
@@ -79,7 +80,7 @@ impl Maps {
     }
 
     /// Makes the programs see process `pid`, where they pick.
-    pub(super) fn choose(&mut self, pid: u32) -> Result<(), ProbeError> {
+    pub fn choose(&mut self, pid: u32) -> Result<(), ProbeError> {
         self.chosen
             .insert(pid, 1, 0)
             .map_err(|error| map_error("CHOSEN", error))
@@ -96,10 +97,24 @@ impl Maps {
         Ok(found)
     }
 
+    /// What there are counts of.
+    pub fn copy_keys(&self) -> Result<Vec<CopyKey>, ProbeError> {
+        let keys = self.copies.keys().map(|key| Ok(key?.0));
+        keys.collect::<Result<_, MapError>>()
+            .map_err(|error| map_error("COPIES", error))
+    }
+
     /// Removes what was counted under `key`.
     pub fn forget(&mut self, key: &CopyKey) {
         // It may have gone already; there is nothing else to do then.
         let _ = self.copies.remove(&KeyPod(*key));
+    }
+
+    /// Removes what was counted under `key`, and returns it as it was at the end.
+    pub fn take_copy(&mut self, key: &CopyKey) -> Option<CopyStat> {
+        let stat = self.copies.get(&KeyPod(*key), 0).ok()?;
+        self.forget(key);
+        Some(stat.0)
     }
 
     /// Times that a pair of probes has fired so far.
@@ -284,18 +299,35 @@ impl Maps {
 
     /// Forgets all ranges of a process.
     pub fn forget_process(&mut self, pid: u32) {
-        // Most processes are not in it.
-        let _ = self.earlier.remove(&pid);
-        let starts: Vec<u64> = self
+        self.forget_processes(&[pid].into());
+    }
+
+    /// The same for several.
+    pub fn forget_processes(&mut self, pids: &HashSet<u32>) {
+        if pids.is_empty() {
+            return;
+        }
+        for pid in pids {
+            // Most processes are not in it.
+            let _ = self.earlier.remove(pid);
+        }
+        let starts: Vec<(u32, u64)> = self
             .ranges
             .keys()
             .filter_map(Result::ok)
-            .filter(|key| key.0.pid == pid)
-            .map(|key| key.0.start)
+            .map(|key| (key.0.pid, key.0.start))
+            .filter(|(pid, _)| pids.contains(pid))
             .collect();
-        for start in starts {
+        for (pid, start) in starts {
             self.forget_range(pid, start);
         }
+    }
+
+    /// Processes of which something is known that they might have left behind.
+    pub fn owners(&self) -> HashSet<u32> {
+        let earlier = self.earlier.keys().filter_map(Result::ok);
+        let ranges = self.ranges.keys().filter_map(Result::ok);
+        earlier.chain(ranges.map(|key| key.0.pid)).collect()
     }
 }
 
@@ -315,7 +347,7 @@ impl Events {
     }
 
     /// The next copy, oldest first; `None` where there is none for now.
-    pub fn next(&mut self) -> Option<CopyEvent> {
+    pub fn take_next(&mut self) -> Option<CopyEvent> {
         let item = self.ring.next()?;
         // SAFETY: a repr(C) structure of integers: any bytes are a value. The ring aligns to 8 bytes, and nothing here
         // depends on it.

@@ -24,7 +24,7 @@ pub use library::{Library, Mapped};
 pub use link::{Links, Target, detach};
 pub use maps::{CopyStats, Events, Maps};
 pub use pages::learn;
-pub use programs::{Probes, Reach};
+pub use programs::{Probes, Reach, Whose};
 
 /// Why probes could not be placed.
 #[derive(Debug, Error)]
@@ -98,6 +98,15 @@ impl ProbeError {
     /// Whether a library may not be read.
     pub fn is_denied(&self) -> bool {
         matches!(self, Self::Library { source, .. } if source.kind() == io::ErrorKind::PermissionDenied)
+    }
+
+    /// Whether there were no descriptors left.
+    pub fn is_exhaustion(&self) -> bool {
+        matches!(
+            self,
+            Self::Library { source, .. }
+                if matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
+        )
     }
 
     /// The error for a failed system call that was to do `what`.

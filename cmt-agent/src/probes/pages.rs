@@ -19,7 +19,7 @@ use std::ptr::NonNull;
 use cmt_common::api::Backing;
 use cmt_common::kernel::{Layout, Survey, page};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use procfs::{Current as _, Meminfo};
 
 use super::btf::Btf;
@@ -48,8 +48,9 @@ extern "C" fn ask(_address: u64, _descriptor: u64) -> u32 {
 /// Why page tables cannot be read here, in words for the user.
 pub fn learn(probes: &mut Probes) -> (Result<(), String>, Links) {
     let mut links = Links::default();
-    if kernel::is_blind() {
-        return (Err("pretended".into()), links);
+    if !kernel::lets_read() {
+        let why = "kernel lockdown is in confidentiality mode";
+        return (Err(why.into()), links);
     }
     let learnt = Btf::read(Path::new(BTF))
         .and_then(|btf| offsets(&btf))
@@ -71,6 +72,7 @@ fn offsets(btf: &Btf) -> Result<Layout, String> {
         .constant("pageflags", "PG_head")
         .filter(|bit| *bit < 64)
         .ok_or("BTF has no PG_head")?;
+    let page_bytes = btf.size("page").ok_or("BTF has no struct page")?;
     Ok(Layout {
         direct_base: 0,
         page_base: 0,
@@ -84,18 +86,26 @@ fn offsets(btf: &Btf) -> Result<Layout, String> {
         inode_sb: of("inode", &["i_sb"])?,
         sb_magic: of("super_block", &["s_magic"])?,
         mm_pgd: of("mm_struct", &["pgd"])?,
-        page_head: of("page", &["compound_head", "compound_info"])?,
+        page_head: of("page", &["compound_head"])?,
         page_flags: of("page", &["flags"])?,
         page_mapping: of("folio", &["mapping"]).or_else(|_| of("page", &["mapping"]))?,
         page_mapcount: of("page", &["_mapcount"])?,
         page_refcount: of("page", &["_refcount"])?,
-        folio_pincount: btf.offset("folio", "_pincount").unwrap_or(0),
+        folio_pincount: pincount(btf, page_bytes).unwrap_or(0),
         head_bit: 1 << head,
-        page_bytes: btf.size("page").ok_or("BTF has no struct page")?,
+        page_bytes,
         levels: levels()?,
         ready: 0,
         _pad: 0,
     })
+}
+
+/// Where a folio of several pages counts its pins: in itself from Linux 6.1 on, before in its first or second tail page.
+fn pincount(btf: &Btf, page_bytes: u32) -> Option<u32> {
+    let in_tail = |member, tail| Some(btf.offset("page", member)? + tail * page_bytes);
+    btf.offset("folio", "_pincount")
+        .or_else(|| in_tail("compound_pincount", 1))
+        .or_else(|| in_tail("hpage_pinned_refcount", 2))
 }
 
 /// The kernel takes the flag away where it does not use the fifth level.
@@ -146,6 +156,8 @@ impl Page {
         let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: the kernel chooses free address space, so no memory in use changes.
         let at = unsafe { mmap_anonymous(None, PAGE, prot, MapFlags::MAP_PRIVATE) }?;
+        // SAFETY: a page of our own. Part of a huge one it would not be untouched.
+        let _ = unsafe { madvise(at, PAGE.get(), MmapAdvise::MADV_NOHUGEPAGE) };
         Ok(Self {
             at,
             word: 0,
@@ -199,7 +211,7 @@ fn find_bases(probes: &mut Probes, mut layout: Layout) -> Result<(), String> {
     layout.page_base = seen
         .folio
         .wrapping_sub((seen.physical >> 12) * u64::from(layout.page_bytes));
-    if layout.page_base % GIB != 0 {
+    if !layout.page_base.is_multiple_of(GIB) {
         return Err("the kernel's array of pages was not found".into());
     }
     layout.ready = 1;

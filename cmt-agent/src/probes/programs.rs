@@ -13,6 +13,7 @@ use cmt_common::api::{ALLOC_FNS, SYNC_FNS};
 use cmt_common::event::{AllocCookie, CopyCookie, sync_cookie};
 
 use super::ProbeError;
+use super::kernel;
 use super::library::{Library, Site};
 use super::link::{Link, Links, Point, Target, multi};
 use super::load::{self, Kind};
@@ -50,6 +51,18 @@ pub enum Reach {
 /// Bytes of the ring that single copies go through, where they are wanted: some 180,000 of them.
 const RING_BYTES: u32 = 16 << 20;
 
+/// Whose calls a set of probes is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// One process's.
+    One(Target),
+    /// All processes'. The number tells this set from another on the same file.
+    All {
+        /// Below [`cmt_common::event::MAX_TARGETS`], not 0.
+        number: u16,
+    },
+}
+
 /// Loaded programs and their maps.
 pub struct Probes {
     ebpf: Ebpf,
@@ -76,6 +89,7 @@ impl Probes {
             .btf(None)
             .override_global(aya_log::LEVEL, &level, true)
             .override_global("PICKING", &u8::from(picking), true)
+            .override_global("SEEING", &u8::from(kernel::lets_read()), true)
             .override_global("TELLING", &u8::from(telling), true)
             .map_max_entries("EVENTS", ring_bytes)
             .load(OBJECT)
@@ -105,14 +119,17 @@ impl Probes {
         })
     }
 
-    /// Places probes on every function of `library` that the API table knows, for one process or for all.
-    pub fn attach(
-        &mut self,
-        library: &Library,
-        target: Option<Target>,
-    ) -> Result<Links, ProbeError> {
-        let number = target.map_or(0, |target| target.number);
-        let pid = target.map(|target| target.pid);
+    /// Whether probes fire for all processes and the programs pick the chosen ones: one set of probes for each library then.
+    pub fn picks(&self) -> bool {
+        self.picking
+    }
+
+    /// Places probes on every function of `library` that the API table knows.
+    pub fn attach(&mut self, library: &Library, whose: Whose) -> Result<Links, ProbeError> {
+        let (pid, number) = match whose {
+            Whose::One(target) => (Some(target.pid), target.number),
+            Whose::All { number } => (None, number),
+        };
         let copies = points(&library.copies, |function| {
             CopyCookie::new(function).with_target(number).0
         });

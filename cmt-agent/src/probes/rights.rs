@@ -5,8 +5,11 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 
-use nix::unistd::Uid;
+use nix::errno::Errno;
+use nix::sys::signal::kill;
+use nix::unistd::{Pid, Uid};
 
 use super::kernel;
 use crate::target::text;
@@ -212,8 +215,7 @@ impl Standing {
     /// What gives a process like this one the capabilities that it misses, and those that will be missed next.
     pub fn grant(&self, missing: &[Capability], brings: &[Capability]) -> String {
         if missing.iter().any(|one| !one.is_in(self.bounding)) {
-            let names: Vec<&str> = missing
-                .iter()
+            let names: Vec<&str> = narrowest(|one| missing.contains(&one))
                 .map(|one| one.name().trim_start_matches("CAP_"))
                 .collect();
             return format!(
@@ -226,20 +228,30 @@ impl Standing {
             return "no_new_privs is set here, so neither sudo nor setcap helps: run it as root from elsewhere".into();
         }
         // It replaces what the file had.
-        let names: Vec<String> = ALL
-            .iter()
-            .filter(|one| {
-                missing.contains(one)
-                    || one.is_in(self.effective)
-                    || brings.contains(one) && one.is_in(self.bounding)
-            })
-            .map(|one| one.name().to_lowercase())
-            .collect();
+        let names: Vec<String> = narrowest(|one| {
+            missing.contains(&one)
+                || one.is_in(self.effective)
+                || brings.contains(&one) && one.is_in(self.bounding)
+        })
+        .map(|one| one.name().to_lowercase())
+        .collect();
         format!(
-            "run it as root (sudo cmt …), or once: sudo setcap {}+ep $(command -v cmt)",
+            "run it as root (sudo cmt …), or once: {SETCAP} {}+ep {OURSELVES}",
             names.join(",")
         )
     }
+}
+
+/// How the command begins that gives this program's file capabilities, and how it ends.
+pub const SETCAP: &str = "sudo setcap";
+/// See [`SETCAP`].
+pub const OURSELVES: &str = "$(command -v cmt)";
+
+/// Those that are wanted, without the one that another includes.
+fn narrowest(wanted: impl Fn(Capability) -> bool) -> impl Iterator<Item = Capability> {
+    let wider = wanted(DacOverride);
+    ALL.into_iter()
+        .filter(move |one| wanted(*one) && !(wider && *one == DacReadSearch))
 }
 
 /// One sentence: why the kernel may have refused a deed to this process, and the remedy.
@@ -253,10 +265,20 @@ pub fn may(deed: Deed) -> bool {
     ours.first_user_namespace && deed.needs().iter().all(|one| ours.holds(*one))
 }
 
-/// Whether files in `/proc/PID` are this user's: not of a process that is another user's or not dumpable.
+/// Whether files in `/proc/PID` are this user's: not of a process that is another user's or not dumpable. (The folder itself
+/// is so in the latter case too.)
 pub fn is_own(pid: u32) -> bool {
-    fs::metadata(format!("/proc/{pid}"))
-        .is_ok_and(|folder| folder.uid() == Uid::effective().as_raw())
+    fs::metadata(format!("/proc/{pid}/mem"))
+        .is_ok_and(|file| file.uid() == Uid::effective().as_raw())
+}
+
+/// Whether there is such a process, though `/proc` does not show it (hidepid): then CAP_SYS_PTRACE is missing.
+pub fn is_hidden(pid: u32) -> bool {
+    let there = || match i32::try_from(pid) {
+        Ok(pid) if pid > 0 => kill(Pid::from_raw(pid), None) != Err(Errno::ESRCH),
+        _ => false,
+    };
+    there() && !Path::new(&format!("/proc/{pid}")).exists() && there()
 }
 
 /// Whether this process may look into `pid` as a debugger that only reads: for its maps alone newer kernels ask for less.

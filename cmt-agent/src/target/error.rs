@@ -97,6 +97,14 @@ pub enum TargetError {
         /// Why, and the remedy.
         reason: String,
     },
+    /// The kernel does not let us see it.
+    #[error("process {pid} may not be inspected: {reason}")]
+    Hidden {
+        /// As given.
+        pid: u32,
+        /// Why, and the remedy.
+        reason: String,
+    },
     /// Another machine's program.
     #[error("process {pid} ({comm}) is {found}; this cmt attaches to x86-64 programs only")]
     Architecture {

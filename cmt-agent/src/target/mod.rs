@@ -95,7 +95,15 @@ impl Target {
     }
 
     fn open_for(pid: u32, to_change: bool) -> Result<Self, TargetError> {
+        let deed = |own| match to_change {
+            true => Deed::Attach { own },
+            false => Deed::Look { own },
+        };
         let gone = |error| match error {
+            ProcError::NotFound(_) if rights::is_hidden(pid) => TargetError::Hidden {
+                pid,
+                reason: rights::refusal(deed(false)),
+            },
             ProcError::NotFound(_) => TargetError::NoSuchProcess { pid },
             source => TargetError::Proc { pid, source },
         };
@@ -113,10 +121,6 @@ impl Target {
             });
         }
         let comm = text::comm(&process).map_err(gone)?;
-        let deed = |own| match to_change {
-            true => Deed::Attach { own },
-            false => Deed::Look { own },
-        };
         let no_permission = || TargetError::NoPermission {
             pid,
             comm: comm.clone(),

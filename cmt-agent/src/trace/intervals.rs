@@ -162,6 +162,26 @@ mod tests {
     }
 
     #[test]
+    fn bytes_that_are_counted_after_their_call_are_not_lost() {
+        let start = Instant::now();
+        let mut intervals = Intervals::new(Form::Json, None);
+        // A snapshot between the two.
+        let mut early = whole(start, 1000, 10);
+        for stat in early.rows.values_mut() {
+            stat.bytes -= 4096;
+        }
+        let mut bytes = 0;
+        for state in [early, whole(start, 2000, 10), whole(start, 3000, 10)] {
+            let line = intervals.next(state).unwrap();
+            let line: serde_json::Value = serde_json::from_str(&line).unwrap();
+            bytes += line["processes"][0]["copies"][0]["bytes"]
+                .as_u64()
+                .unwrap_or(0);
+        }
+        assert_eq!(bytes, 40960);
+    }
+
+    #[test]
     fn text_has_a_line_with_the_time() {
         let mut intervals = Intervals::new(Form::Text, None);
         let text = intervals.next(whole(Instant::now(), 1000, 1234)).unwrap();

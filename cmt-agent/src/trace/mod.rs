@@ -5,11 +5,13 @@ pub mod events;
 pub mod gain;
 pub mod hgrm;
 pub mod intervals;
+mod life;
 pub(crate) mod memory;
 pub mod perfetto;
 pub mod record;
 pub mod report;
 mod scan;
+mod shared;
 mod snapshot;
 mod summary;
 pub mod table;
@@ -20,11 +22,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use thiserror::Error;
 
 use crate::probes::{self, Events, ProbeError, Probes, Reach};
 use scan::Scanner;
-pub use snapshot::{Process, Snapshot};
+pub use snapshot::{Drained, Process, Snapshot};
 
 /// How often maps are read for new libraries and processes.
 const SCAN_INTERVAL: Duration = Duration::from_millis(250);
@@ -104,6 +107,7 @@ impl Tracer {
     /// `telling` makes single copies available, too: [`Tracer::take_events`].
     pub fn start(targets: Targets, telling: bool) -> Result<Self, TraceError> {
         let begun = Instant::now();
+        allow_all_descriptors();
         let scanner = Scanner::new(&targets)?;
         let reach = match targets {
             Targets::Pids(_) => Reach::Chosen,
@@ -148,6 +152,13 @@ impl Tracer {
         state.scanner.snapshot(&state.probes)
     }
 
+    /// Everything counted since the start, of ended processes once: for a trace of all processes that goes on for weeks.
+    pub fn drain(&self) -> Result<Drained, TraceError> {
+        let mut state = lock(&self.state);
+        let State { probes, scanner } = &mut *state;
+        scanner.drain(probes)
+    }
+
     /// True once every process that was named has ended; never with [`Targets::All`].
     pub fn ended(&self) -> bool {
         lock(&self.state).scanner.ended()
@@ -180,6 +191,15 @@ impl Tracer {
 impl Drop for Tracer {
     fn drop(&mut self) {
         self.halt();
+    }
+}
+
+/// Every library's probes take some descriptors, so a node full of containers takes more than the usual limit.
+fn allow_all_descriptors() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        log::debug!("the limit of descriptors stays: {error}");
     }
 }
 

@@ -51,7 +51,7 @@ impl Recorder {
             let mut written = Written { events, copies: 0 };
             loop {
                 let last = stopped.recv_timeout(EMPTY_EVERY) != Err(RecvTimeoutError::Timeout);
-                while let Some(event) = written.events.next() {
+                while let Some(event) = written.events.take_next() {
                     to.write(&Event::from(&event))?;
                     written.copies += 1;
                 }

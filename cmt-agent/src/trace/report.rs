@@ -8,7 +8,7 @@ use cmt_common::histogram::size_class_bytes;
 use serde::Serialize;
 
 use super::Snapshot;
-use super::gain::{Gain, Means};
+use super::gain::Gain;
 use crate::histogram::Stat;
 use crate::link::Link;
 use crate::workload::Workload;
@@ -38,6 +38,8 @@ pub struct Overhead {
     pub calls: u64,
     /// Cost of one pair in nanoseconds, measured when the trace began; null where that failed.
     pub pair_ns: Option<u64>,
+    /// True where some of the calls cost more: functions that do not begin with an instruction that the kernel emulates.
+    pub at_least: bool,
 }
 
 /// One process.
@@ -125,16 +127,11 @@ impl Report {
             .processes
             .iter()
             .map(|(pid, process)| {
-                let means = Means {
-                    link: link.clone(),
-                    threads: process.threads,
-                };
-                let own = CopyKey::of_process(*pid);
                 let report = ProcessReport {
                     pid: *pid,
                     comm: process.comm.clone(),
                     workload: process.workload.clone(),
-                    gain: Gain::of(snapshot.rows.range(own), seconds, &means),
+                    gain: Gain::of_process(snapshot, *pid, link.as_ref()),
                     copies: Vec::new(),
                 };
                 (*pid, report)
@@ -155,6 +152,7 @@ impl Report {
             overhead: Overhead {
                 calls: snapshot.probe_pairs,
                 pair_ns,
+                at_least: snapshot.single_stepped,
             },
         }
     }

@@ -9,23 +9,25 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use cmt_common::event::{CopyKey, MAX_TARGETS, phase};
-use procfs::process::Process as Proc;
 
+use super::life::{self, Alive, Life, read_maps};
 use super::memory::{self, Range};
-use super::snapshot::{Process, Snapshot};
+use super::shared::Shared;
+use super::snapshot::{Drained, Process, Snapshot};
 use super::{Targets, TraceError};
 use crate::cpus::Cpus;
 use crate::histogram::Stat;
 use crate::probes::rights::Deed;
 use crate::probes::{
-    Library, Links, Mapped, ProbeError, Probes, Target, in_first_pid_namespace, rights,
+    self, Library, Links, Mapped, ProbeError, Probes, Target, Whose, in_first_pid_namespace, rights,
 };
-use crate::target::maps::{self, FileId, Mapping};
-use crate::target::text;
+use crate::target::maps::{FileId, Mapping};
 use crate::workload::Workload;
 
 /// In a trace of all processes, a known one is looked at again once in so many scans.
 const KNOWN_EVERY: u32 = 4;
+/// Maps are read once in so many looks though the address space has kept its size.
+const LOOK_ANYWAY: u32 = 32;
 /// In a trace of all processes, what ended ones counted leaves the kernel once in so many scans.
 const HARVEST_EVERY: u32 = 8;
 
@@ -34,6 +36,8 @@ const MOST_LIBRARIES: usize = 32;
 /// Files that are remembered, so that none is read again, and warnings that are kept.
 const MOST_FILES: usize = 1 << 16;
 const MOST_WARNINGS: usize = 100;
+/// Classes of copies of ended processes that are kept by process, 2.5 KB each.
+const MOST_FINISHED: usize = 4096;
 /// Processes of a trace of all that have ended and are remembered by more than their counts.
 const MOST_GONE: usize = 4096;
 
@@ -45,12 +49,16 @@ pub(super) struct Scanner {
     /// Mapped files that were read already.
     files: HashMap<(FileId, PathBuf), Option<Arc<Library>>>,
     /// Probes that fire for all processes, by file.
-    shared: HashMap<FileId, Links>,
+    shared: Shared,
     /// Counts of processes that have ended.
     finished: BTreeMap<CopyKey, Stat>,
+    /// Somebody takes them away now and then.
+    drained: bool,
     /// Those processes.
     gone: BTreeMap<u32, Process>,
     warnings: Vec<String>,
+    /// Some probed functions begin with an instruction that the kernel has to single-step.
+    single_stepped: bool,
     /// Probes on this process, which have done their work.
     own: Vec<Links>,
     /// Why the programs cannot read page tables, where they cannot.
@@ -73,6 +81,13 @@ struct Watched {
     /// Probes that fire for this process only.
     links: Vec<Links>,
     looked_at: bool,
+    /// Size of its address space and its name when its maps were last read: without a change in either nothing was mapped.
+    size: u64,
+    name: String,
+    /// The program that it runs.
+    program: Option<(u64, u64)>,
+    /// Times that it was looked at.
+    looks: u32,
     /// Its maps were searched for memory that was there before the probes.
     memory_known: bool,
     /// Ranges taken from its maps, by start.
@@ -97,7 +112,7 @@ impl Scanner {
                 }
                 for (index, pid) in pids.iter().enumerate() {
                     let number = if foreign_ids { index as u16 + 1 } else { 0 };
-                    processes.insert(*pid, named_process(*pid, number)?);
+                    processes.insert(*pid, Watched::new(*pid, number, &life::named(*pid)?));
                 }
             }
             None if foreign_ids => return Err(TraceError::PidNamespace),
@@ -111,10 +126,12 @@ impl Scanner {
             named,
             processes,
             files: HashMap::new(),
-            shared: HashMap::new(),
+            shared: Shared::default(),
             finished: BTreeMap::new(),
+            drained: false,
             gone: BTreeMap::new(),
             warnings: Vec::new(),
+            single_stepped: false,
             own: Vec::new(),
             blind: None,
             started: Instant::now(),
@@ -159,7 +176,10 @@ impl Scanner {
             self.warn(error.to_string());
         }
         if self.named.is_none() && self.scans.is_multiple_of(HARVEST_EVERY) {
-            self.harvest(probes);
+            if !self.drained {
+                self.harvest(probes);
+            }
+            self.sweep(probes);
         }
     }
 
@@ -174,7 +194,7 @@ impl Scanner {
         if let Err(error) = probes.maps.enter_phase(phase::ENDING) {
             self.warn(error.to_string());
         }
-        let shared = mem::take(&mut self.shared).into_values();
+        let shared = self.shared.take();
         let own = self
             .processes
             .values_mut()
@@ -191,20 +211,8 @@ impl Scanner {
         }
         // A class appears in the map an instant before its first call is counted.
         rows.retain(|_, stat| stat.calls > 0);
-        let mut processes: BTreeMap<u32, Process> = self
-            .processes
-            .iter()
-            .map(|(pid, watched)| (*pid, watched.process(self.named.is_some())))
-            .collect();
-        for key in rows.keys() {
-            if let Some(gone) = self.gone.get(&key.pid) {
-                processes.entry(key.pid).or_insert_with(|| gone.clone());
-            }
-            processes.entry(key.pid).or_insert_with(|| Process {
-                comm: probes.maps.comm(key.pid).unwrap_or_default(),
-                ..Process::default()
-            });
-        }
+        let mut processes = self.known();
+        self.name(&mut processes, rows.keys(), probes);
         let at = self.ended_at.unwrap_or_else(Instant::now);
         Ok(Snapshot {
             at,
@@ -212,9 +220,57 @@ impl Scanner {
             rows,
             lost: probes.maps.lost()?,
             probe_pairs: probes.maps.pairs()?,
+            single_stepped: self.single_stepped,
             processes,
             warnings: self.warnings.clone(),
         })
+    }
+
+    /// What processes counted that have ended since the last drain, apart from what the others have counted since the
+    /// trace began. The former is forgotten here.
+    pub fn drain(&mut self, probes: &mut Probes) -> Result<Drained, TraceError> {
+        self.drained = true;
+        self.harvest(probes);
+        let ended = mem::take(&mut self.finished);
+        let mut whole = match self.snapshot(probes) {
+            Ok(whole) => whole,
+            Err(error) => {
+                self.finished = ended;
+                return Err(error);
+            }
+        };
+        self.name(&mut whole.processes, ended.keys(), probes);
+        self.gone.clear();
+        Ok(Drained { ended, live: whole })
+    }
+
+    /// The processes that are looked at.
+    fn known(&self) -> BTreeMap<u32, Process> {
+        self.processes
+            .iter()
+            .map(|(pid, watched)| (*pid, watched.process(self.named.is_some())))
+            .collect()
+    }
+
+    /// Adds those of `keys`, as far as anything is known of them.
+    fn name<'a>(
+        &self,
+        processes: &mut BTreeMap<u32, Process>,
+        keys: impl Iterator<Item = &'a CopyKey>,
+        probes: &Probes,
+    ) {
+        for pid in keys.map(|key| key.pid) {
+            processes.entry(pid).or_insert_with(|| {
+                let comm = match pid {
+                    0 => "(others, ended)".to_owned(),
+                    pid => probes.maps.comm(pid).unwrap_or_default(),
+                };
+                self.gone.get(&pid).cloned().unwrap_or_else(|| Process {
+                    comm,
+                    ..Process::default()
+                })
+            });
+        }
     }
 
     fn look_at_all(&mut self, probes: &mut Probes) -> Result<(), TraceError> {
@@ -261,18 +317,25 @@ impl Scanner {
             return;
         };
         let own = std::process::id();
+        let mut unclear = None;
         let pids = all
             .filter_map(Result::ok)
             .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
         for pid in pids.filter(|pid| *pid != own) {
-            if let Some(watched) = self.processes.get(&pid)
-                && start_time(pid) == Some(watched.start_time)
-            {
+            // Whether a known id is another process by now is seen when its turn comes.
+            if self.processes.contains_key(&pid) {
                 continue;
             }
-            if let Some(start_time) = start_time(pid) {
-                self.processes.insert(pid, Watched::new(pid, 0, start_time));
+            match Life::of(pid) {
+                Life::Alive(alive) => {
+                    self.processes.insert(pid, Watched::new(pid, 0, &alive));
+                }
+                Life::Ended => {}
+                Life::Unclear(why) => unclear = Some(why),
             }
+        }
+        if let Some(why) = unclear {
+            self.warn(format!("some processes could not be looked at: {why}"));
         }
     }
 
@@ -281,28 +344,54 @@ impl Scanner {
         let Some(watched) = self.processes.get_mut(&pid) else {
             return Ok(());
         };
-        let maps = read_maps(pid);
-        if start_time(pid) != Some(watched.start_time) || maps.as_ref().is_ok_and(Vec::is_empty) {
-            watched.ended = true;
-            probes.maps.forget_process(pid);
-            for (start, range) in watched.ranges.drain() {
-                probes.maps.release(pid, start, range.bytes);
+        let alive = match Life::of(pid) {
+            Life::Alive(alive) if alive.start_time == watched.start_time => Some(alive),
+            Life::Unclear(why) => {
+                self.warn(format!("process {pid} could not be looked at: {why}"));
+                return Ok(());
             }
+            _ => None,
+        };
+        let tid = alive.as_ref().map_or(pid, |alive| alive.tid);
+        watched.looks = watched.looks.wrapping_add(1);
+        if let Some(alive) = &alive
+            && (alive.size, &alive.name) == (watched.size, &watched.name)
+            && !watched.looks.is_multiple_of(LOOK_ANYWAY)
+        {
             return Ok(());
         }
-        watched.comm = comm(pid).unwrap_or_else(|| mem::take(&mut watched.comm));
+        let maps = read_maps(tid);
+        let Some(alive) = alive.filter(|_| !maps.as_ref().is_ok_and(Vec::is_empty)) else {
+            watched.ended = true;
+            watched.forget_memory(probes);
+            return Ok(());
+        };
+        watched.comm = life::comm(pid).unwrap_or_else(|| mem::take(&mut watched.comm));
+        // Remembered at the end only, so that what fails on the way is tried again.
+        watched.size = 0;
+        let program = life::program(tid);
+        if mem::replace(&mut watched.program, program) != program {
+            watched.forget_memory(probes);
+            watched.memory_known = false;
+        }
         let maps = match maps {
             Ok(maps) => maps,
             Err(_) if self.named.is_none() => return Ok(()),
             Err(reason) => return Err(TraceError::Inspect { pid, reason }),
         };
         let mut seen = HashSet::new();
-        for mapped in maps.iter().filter_map(|map| Mapped::executable(pid, map)) {
+        let mut all_seen = true;
+        for mapped in maps.iter().filter_map(|map| Mapped::executable(tid, map)) {
             if seen.insert(mapped.id) {
-                self.look_at_file(pid, &mapped, probes)?;
+                all_seen &= self.look_at_file(pid, &mapped, probes)?;
             }
         }
-        self.look_at_memory(pid, &maps, probes)
+        self.look_at_memory(pid, tid, &maps, probes)?;
+        if all_seen && let Some(watched) = self.processes.get_mut(&pid) {
+            watched.size = alive.size;
+            watched.name = alive.name;
+        }
+        Ok(())
     }
 
     fn look_at_file(
@@ -310,12 +399,12 @@ impl Scanner {
         pid: u32,
         mapped: &Mapped,
         probes: &mut Probes,
-    ) -> Result<(), TraceError> {
+    ) -> Result<bool, TraceError> {
         let Some(watched) = self.processes.get_mut(&pid) else {
-            return Ok(());
+            return Ok(true);
         };
         if watched.libraries.contains_key(&mapped.id) || watched.libraries.len() >= MOST_LIBRARIES {
-            return Ok(());
+            return Ok(true);
         }
         let key = (mapped.id, mapped.path.clone());
         let library = match self.files.get(&key) {
@@ -323,6 +412,9 @@ impl Scanner {
             None => match Library::read(mapped) {
                 Ok(library) => {
                     let library = library.map(Arc::new);
+                    if self.files.len() >= MOST_FILES {
+                        self.files.clear();
+                    }
                     self.files.insert(key, library.clone());
                     library
                 }
@@ -343,47 +435,59 @@ impl Scanner {
                         Some(_) => Err(error),
                         None => {
                             self.warn(error.to_string());
-                            Ok(())
+                            Ok(true)
                         }
                     };
                 }
                 // The mapping may have gone since; else the next scan meets it again.
                 Err(error) => {
                     log::debug!("process {pid}: {error}");
-                    return Ok(());
+                    if error.is_exhaustion() {
+                        self.warn(error.to_string());
+                    }
+                    return Ok(false);
                 }
             },
         };
         let Some(library) = library else {
-            return Ok(());
+            return Ok(true);
         };
         // The same file may be open to us only through this process.
         let library = library.through(mapped);
-        let shared = self.named.is_none();
-        let unseen = !(shared && self.shared.contains_key(&mapped.id));
+        let shared = self.named.is_none() || probes.picks();
+        if self.named.is_some() && shared {
+            probes.maps.choose(pid)?;
+        }
+        let unseen = !(shared && self.shared.has(mapped.id));
         if self.blind.is_some() && (unseen || self.scans == 0) {
             probes.maps.mark_earlier(pid)?;
         }
         if unseen {
-            let target = (!shared).then_some(watched.target);
-            match probes.attach(&library, target) {
+            let reach = match shared {
+                true => Whose::All {
+                    number: self.shared.next_number(),
+                },
+                false => Whose::One(watched.target),
+            };
+            match probes.attach(&library, reach) {
                 Ok(links) if shared => {
-                    self.shared.insert(mapped.id, links);
+                    self.shared.insert(mapped.id, links, self.scans);
                 }
                 Ok(links) => watched.links.push(links),
                 // The process has just ended, or unmapped the file.
                 Err(ProbeError::Attach { source, .. })
                     if matches!(source.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) =>
                 {
-                    return Ok(());
+                    return Ok(false);
                 }
-                Err(error) if shared => {
+                Err(error) if self.named.is_none() => {
                     self.warn(error.to_string());
-                    return Ok(());
+                    return Ok(false);
                 }
                 Err(error) => return Err(error.into()),
             }
         }
+        self.single_stepped |= library.single_stepped;
         log::info!(
             "process {pid}: {} has {} functions to probe",
             mapped.shown(),
@@ -394,13 +498,14 @@ impl Scanner {
             watched.threads = Cpus::of(pid).map_or(0, |cpus| cpus.threads());
         }
         watched.libraries.insert(mapped.id, mapped.name());
-        Ok(())
+        Ok(true)
     }
 
     /// Tells the programs what the maps say of memory. Ranges that come later and that a probe sees are the probes' matter.
     fn look_at_memory(
         &mut self,
         pid: u32,
+        tid: u32,
         maps: &[Mapping],
         probes: &mut Probes,
     ) -> Result<(), TraceError> {
@@ -415,7 +520,7 @@ impl Scanner {
         let first_look = !mem::replace(&mut watched.memory_known, true);
         let now = if first_look {
             // As of now, with the probes in place: what was pinned since `maps` was read is in neither otherwise.
-            memory::ranges(&read_maps(pid).unwrap_or_default())
+            memory::ranges(&read_maps(tid).unwrap_or_default())
         } else {
             memory::ranges(maps)
         };
@@ -447,20 +552,47 @@ impl Scanner {
 
     /// Moves the counts of processes that have ended out of the kernel's map, whose room is bounded.
     fn harvest(&mut self, probes: &mut Probes) {
-        let Ok(rows) = probes.maps.copies() else {
+        let Ok(keys) = probes.maps.copy_keys() else {
             return;
         };
-        for (key, stat) in rows {
-            if start_time(key.pid).is_none() {
+        let mut ended: HashMap<u32, bool> = HashMap::new();
+        for key in keys {
+            // Read only now: its last calls may have come just before its end.
+            if *ended
+                .entry(key.pid)
+                .or_insert_with(|| Life::of(key.pid).has_ended())
+                && let Some(stat) = probes.maps.take_copy(&key)
+            {
+                // When there are too many, those of all further processes go under one name. Who drains them takes them all, and
+                // knows by the name what of them was there before.
+                let key = match self.drained || self.finished.len() < MOST_FINISHED {
+                    true => key,
+                    false => CopyKey { pid: 0, ..key },
+                };
                 self.finished
                     .entry(key)
                     .or_default()
                     .merge(&Stat::from(&stat));
-                probes.maps.forget(&key);
-                probes.maps.forget_process(key.pid);
             }
         }
+    }
+
+    /// Makes room that is held for processes that have ended, and for libraries that nobody maps any more.
+    fn sweep(&mut self, probes: &mut Probes) {
+        let mut owners = probes.maps.owners();
+        owners.retain(|pid| Life::of(*pid).has_ended());
+        probes.maps.forget_processes(&owners);
         probes.maps.drop_dead_calls();
+        let in_use: HashSet<FileId> = self
+            .processes
+            .values()
+            .flat_map(|watched| watched.libraries.keys().copied())
+            .collect();
+        let unused = self.shared.take_unused(&in_use, self.scans);
+        // Another file may get the same number.
+        self.files
+            .retain(|(id, _), _| unused.iter().all(|(unused, _)| unused != id));
+        probes::detach(unused.into_iter().map(|(_, links)| links));
         if self.files.len() > MOST_FILES {
             self.files.clear();
         }
@@ -474,10 +606,10 @@ impl Scanner {
 }
 
 impl Watched {
-    fn new(pid: u32, number: u16, start_time: u64) -> Self {
+    fn new(pid: u32, number: u16, alive: &Alive) -> Self {
         Self {
-            comm: comm(pid).unwrap_or_default(),
-            start_time,
+            comm: life::comm(pid).unwrap_or_default(),
+            start_time: alive.start_time,
             ended: false,
             target: Target { pid, number },
             libraries: HashMap::new(),
@@ -485,8 +617,21 @@ impl Watched {
             threads: 0,
             links: Vec::new(),
             looked_at: false,
+            size: 0,
+            name: String::new(),
+            program: life::program(alive.tid),
+            looks: 0,
             memory_known: false,
             ranges: HashMap::new(),
+        }
+    }
+
+    /// What was known of its memory is no longer true.
+    fn forget_memory(&mut self, probes: &mut Probes) {
+        let pid = self.target.pid;
+        probes.maps.forget_process(pid);
+        for (start, range) in self.ranges.drain() {
+            probes.maps.release(pid, start, range.bytes);
         }
     }
 
@@ -502,61 +647,4 @@ impl Watched {
             threads: self.threads,
         }
     }
-}
-
-/// Checks that `pid` names a process whose memory can be looked at.
-fn named_process(pid: u32, number: u16) -> Result<Watched, TraceError> {
-    let gone = TraceError::NoSuchProcess { pid };
-    let Ok(status) = text::read(format!("/proc/{pid}/status")) else {
-        return Err(gone);
-    };
-    let leader = status
-        .lines()
-        .find_map(|line| line.strip_prefix("Tgid:"))
-        .and_then(|id| id.trim().parse().ok());
-    if let Some(leader) = leader
-        && leader != pid
-    {
-        return Err(TraceError::Thread {
-            tid: pid,
-            pid: leader,
-        });
-    }
-    let start_time = start_time(pid).ok_or(gone)?;
-    match read_maps(pid) {
-        Ok(maps) if maps.is_empty() => Err(TraceError::NoMemory { pid }),
-        Ok(_) => Ok(Watched::new(pid, number, start_time)),
-        Err(reason) => Err(TraceError::Inspect { pid, reason }),
-    }
-}
-
-/// The maps of a process; empty for a kernel thread and for one that has ended.
-fn read_maps(pid: u32) -> Result<Vec<Mapping>, String> {
-    match Proc::new(pid as i32).and_then(|process| maps::of(&process)) {
-        // The kernel shows no mapping at all of a process that we may not look at, or all of them but no file.
-        Ok(maps) if maps.is_empty() && has_memory(pid) || !rights::may_inspect(pid) => {
-            Err(rights::refusal(Deed::Inspect))
-        }
-        Ok(maps) => Ok(maps),
-        Err(procfs::ProcError::NotFound(_)) => Ok(Vec::new()),
-        Err(procfs::ProcError::PermissionDenied(_)) => Err(rights::refusal(Deed::Inspect)),
-        Err(error) => Err(error.to_string()),
-    }
-}
-
-/// False for a kernel thread and for a process that has ended.
-fn has_memory(pid: u32) -> bool {
-    Proc::new(pid as i32)
-        .and_then(|process| process.stat())
-        .is_ok_and(|stat| stat.vsize > 0)
-}
-
-/// When a process started, in clock ticks since boot; `None` once it has ended.
-fn start_time(pid: u32) -> Option<u64> {
-    let stat = Proc::new(pid as i32).ok()?.stat().ok()?;
-    (!matches!(stat.state, 'Z' | 'X')).then_some(stat.starttime)
-}
-
-fn comm(pid: u32) -> Option<String> {
-    text::comm(&Proc::new(pid as i32).ok()?).ok()
 }

@@ -38,10 +38,21 @@ pub struct Snapshot {
     pub lost: [u64; LOST_REASONS],
     /// Times that a pair of probes fired: copies, the calls nested in them, and allocations.
     pub probe_pairs: u64,
+    /// True where some of those cost more than what was measured for one: see [`crate::probes::Library::single_stepped`].
+    pub single_stepped: bool,
     /// The processes, by id.
     pub processes: BTreeMap<u32, Process>,
     /// What went wrong on the way, in sentences.
     pub warnings: Vec<String>,
+}
+
+/// A snapshot of a trace that goes on for weeks.
+#[derive(Clone, Debug)]
+pub struct Drained {
+    /// What processes counted in all that have ended since the snapshot before. It is in no later one.
+    pub ended: BTreeMap<CopyKey, Stat>,
+    /// What the others have counted so far. Its processes are those of both.
+    pub live: Snapshot,
 }
 
 impl Snapshot {
@@ -53,6 +64,7 @@ impl Snapshot {
             rows: BTreeMap::new(),
             lost: [0; LOST_REASONS],
             probe_pairs: 0,
+            single_stepped: false,
             processes: BTreeMap::new(),
             warnings: Vec::new(),
         }
@@ -85,6 +97,7 @@ impl Snapshot {
             rows,
             lost,
             probe_pairs: self.probe_pairs.saturating_sub(earlier.probe_pairs),
+            single_stepped: self.single_stepped,
             processes: self.processes.clone(),
             warnings: self.warnings.clone(),
         }

@@ -48,7 +48,7 @@ fn waits(text: &mut String, process: &ProcessReport) {
     if waited > 0 {
         let _ = writeln!(
             text,
-            "  felt: {} in copies, and {} in {} waits right behind async ones",
+            "  felt: {} in copies, and {} in {} waits behind async ones",
             time(sum(|copy| copy.total_ns)),
             time(wait_ns),
             grouped(waited),

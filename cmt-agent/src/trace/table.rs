@@ -264,10 +264,15 @@ fn footer(snapshot: &Snapshot, report: &Report) -> String {
     let _ = match report.overhead.pair_ns {
         Some(pair_ns) => writeln!(
             text,
-            "\ntracing itself: {} probed calls x {} = {} of the targets' time",
+            "\ntracing itself: {} probed calls x {} = {}{} of the targets' time",
             grouped(calls),
             time(pair_ns),
-            time(calls * pair_ns)
+            if report.overhead.at_least {
+                "at least "
+            } else {
+                ""
+            },
+            time(calls.saturating_mul(pair_ns))
         ),
         None => writeln!(
             text,

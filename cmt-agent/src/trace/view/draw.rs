@@ -13,6 +13,8 @@ use super::model::{Moment, Who};
 use super::palette::Palette;
 use super::state::State;
 use super::{classes, latencies, list};
+use crate::link::Link;
+use crate::trace::gain::Gain;
 use crate::trace::{Targets, table};
 
 /// From this width on, latencies stand beside the rest.
@@ -29,6 +31,8 @@ pub struct Subject {
     pub length: Option<Duration>,
     /// What a pair of probes costs.
     pub pair_ns: Option<u64>,
+    /// The way to this machine's GPUs.
+    pub link: Option<Link>,
 }
 
 /// Draws everything.
@@ -61,10 +65,17 @@ pub fn draw(
         put(frame, lines.map(Line::from).collect(), area);
         return;
     }
-    body(frame, area, moment, state, palette);
+    body(frame, area, subject, moment, state, palette);
 }
 
-fn body(frame: &mut Frame<'_>, mut area: Rect, moment: &Moment, state: &State, palette: Palette) {
+fn body(
+    frame: &mut Frame<'_>,
+    mut area: Rect,
+    subject: &Subject,
+    moment: &Moment,
+    state: &State,
+    palette: Palette,
+) {
     let shown = moment.classes(state.window, state.who, state.size);
     let titled = |title: String, lines: Vec<Line<'static>>, width: usize| {
         let title = rule(&[title], width).style(palette.head());
@@ -86,7 +97,12 @@ fn body(frame: &mut Frame<'_>, mut area: Rect, moment: &Moment, state: &State, p
     let width = usize::from(area.width);
     // Title, heads, the sum of all and a line for each process.
     let processes = moment.rows(state.window).len() as u16 + 2;
-    let table = shown.len().max(1) as u16 + 2;
+    // What attach would bring, under the classes of a single process.
+    let advice = state
+        .who
+        .filter(|_| !shown.is_empty())
+        .map(|pid| Gain::of_process(&moment.whole, pid, subject.link.as_ref()).advice);
+    let table = shown.len().max(1) as u16 + 2 + u16::from(advice.is_some());
     let (list_height, table_height) = match (area.height, beside) {
         (height @ 0..9, _) => (height, 0),
         (height @ 9..18, None) => {
@@ -94,9 +110,10 @@ fn body(frame: &mut Frame<'_>, mut area: Rect, moment: &Moment, state: &State, p
             (list, height - list)
         }
         (height, None) => {
-            // Two of the latencies' seven lines at least are for ranges.
             let list = processes.min((height * 2 / 5).max(5));
-            (list, table.min(height - list - 7))
+            // Latencies take six lines and their title at first, or fewer if they fill no more.
+            let latencies = latencies::lines(&shown, palette, width, 6).len() as u16 + 1;
+            (list, table.min(height - list - latencies))
         }
         (height, Some(_)) => {
             let list = processes.min(height.saturating_sub(table).max(height / 2));
@@ -108,10 +125,13 @@ fn body(frame: &mut Frame<'_>, mut area: Rect, moment: &Moment, state: &State, p
 
     let whose = whose(moment, state);
     if table_height > 0 {
-        let lines = match shown.is_empty() {
+        let room = usize::from(table_height) - 1;
+        let advice = advice.filter(|_| room > 3);
+        let mut lines = match shown.is_empty() {
             true => vec![Line::from(join(&[why_nothing(moment, state)], width))],
-            false => classes::lines(&shown, palette, width, usize::from(table_height) - 1),
+            false => classes::lines(&shown, palette, width, room - usize::from(advice.is_some())),
         };
+        lines.extend(advice.map(|advice| Line::from(join(&[advice], width))));
         let title = format!("{whose}, {}, GB/s in the calls", list::when(state.window));
         put(
             frame,
@@ -162,21 +182,32 @@ fn header(
     let calls = whole.probe_pairs;
     let cost = match subject.pair_ns {
         Some(pair_ns) => format!(
-            "tracing itself: {} probed calls x {} = {} of the targets' time",
+            "{} probed calls x {} = {}",
             count(calls as f64),
             table::time(pair_ns),
             table::time(calls.saturating_mul(pair_ns))
         ),
-        None => format!("tracing itself: {} probed calls", count(calls as f64)),
+        None => format!("{} probed calls", count(calls as f64)),
     };
     let alarm = |number: u64, what: &str| match number {
         0 => String::new(),
         number => format!("{what}: {}", count(number as f64)),
     };
-    let lost = alarm(whole.lost_total(), "LOST CALLS");
+    let lost = alarm(whole.lost_total(), "LOST");
     let warnings = alarm(whole.warnings.len() as u64, "WARNINGS");
-    let alarmed = !lost.is_empty() || !warnings.is_empty();
-    let second = Line::from(join(&[lost, warnings, cost], width));
+    let alarms = join(&[lost, warnings], width);
+    let alarmed = !alarms.is_empty();
+    // In as many words as there is room for.
+    let room = width.saturating_sub(alarms.width() + usize::from(alarmed) * 2);
+    let cost = [
+        format!("tracing itself: {cost} of the targets' time"),
+        format!("tracing: {cost}"),
+        cost,
+    ]
+    .into_iter()
+    .find(|cost| cost.width() <= room)
+    .unwrap_or_default();
+    let second = Line::from(join(&[alarms, cost], width));
     [
         Line::styled(join(&first, width), palette.head()),
         match alarmed {

@@ -105,9 +105,10 @@ fn grouped(bars: &[Bars], rows: usize) -> Option<(usize, BTreeMap<usize, Vec<u64
         .collect();
     let first = buckets.iter().map(|(bucket, ..)| *bucket).min()?;
     let last = buckets.iter().map(|(bucket, ..)| *bucket).max()?;
-    // Eight buckets are an octave: 1, 2, 4 … of them are equal parts of it, or several.
-    let size = (0..usize::BITS - 1)
-        .map(|shift| 1 << shift)
+    // Eight buckets are an octave: a range is a part of one, or several.
+    let size = [1, 2, 4]
+        .into_iter()
+        .chain((8..).step_by(8))
         .find(|size| last / size - first / size < rows.max(1))
         .filter(|_| rows > 0)?;
     let mut groups = BTreeMap::<usize, Vec<u64>>::new();

@@ -30,7 +30,7 @@ const COLUMNS: [Column; 7] = [
     Column::figure("copying", 8, 2),
     Column::figure("pageable", 9, 6),
 ];
-/// The sign of the chosen line, and a blank.
+/// The sign of the chosen line, and that of a process that has ended.
 const MARK: usize = 2;
 /// Less says nothing of the past.
 const SHORTEST_PAST: usize = 10;
@@ -111,7 +111,6 @@ fn line(moment: &Moment, row: &Row, chosen: bool, width: usize) -> Line<'static>
             Sort::Pid => row
                 .who
                 .map_or(Cow::Borrowed(""), |pid| pid.to_string().into()),
-            Sort::Name if row.ended => format!("†{}", row.comm).into(),
             Sort::Name => Cow::Borrowed(&row.comm),
             Sort::Calls => count(row.calls_per_s).into(),
             Sort::HtoD => gb_per_s(row.htod_gb_per_s).into(),
@@ -121,8 +120,12 @@ fn line(moment: &Moment, row: &Row, chosen: bool, width: usize) -> Line<'static>
         }
     });
     let mark = if chosen { '>' } else { ' ' };
+    let ended = if row.ended { '†' } else { ' ' };
     let history = moment.history(row.who);
-    Line::from(format!("{mark} {cells} {}", sparkline(&history, past)))
+    Line::from(format!(
+        "{mark}{ended}{cells} {}",
+        sparkline(&history, past)
+    ))
 }
 
 /// The past in so many cells, the present at the right, the highest as the highest bar. Seconds before the trace are blank.
@@ -140,9 +143,9 @@ fn sparkline(history: &[f32], cells: usize) -> String {
     means.reverse();
     let most = means.iter().copied().fold(0.0, f32::max);
     let bars = means.iter().map(|mean| match mean / most {
-        // No copy at all, now or ever.
-        share if !(share > 0.0) => BARS[0],
-        share => BARS[((share * 7.0).ceil() as usize).clamp(1, 7)],
+        share if share > 0.0 => BARS[((share * 7.0).ceil() as usize).clamp(1, 7)],
+        // No copy, now or ever.
+        _ => BARS[0],
     });
     let blanks = HISTORY_S.div_ceil(seconds).min(cells) - means.len();
     " ".repeat(blanks) + &bars.collect::<String>()

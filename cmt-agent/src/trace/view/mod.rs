@@ -24,6 +24,7 @@ use nix::unistd::{getpgrp, tcgetpgrp};
 use ratatui::DefaultTerminal;
 
 use super::{Snapshot, Targets};
+use crate::link::Link;
 use draw::Subject;
 use model::Moment;
 use palette::Palette;
@@ -72,6 +73,7 @@ impl View {
                 targets,
                 length,
                 pair_ns,
+                link: Link::best(),
             },
             palette: Palette::from_environment(),
             state: State::default(),

@@ -16,6 +16,7 @@ fn subject(targets: Targets) -> Subject {
         targets,
         length: None,
         pair_ns: Some(180),
+        link: None,
     }
 }
 
@@ -199,7 +200,7 @@ fn no_number_is_cut_whatever_the_size() {
     }
     let lines = screen(80, 24, &huge, &State::default()).join("\n");
     assert!(
-        lines.contains("LOST CALLS: ") && lines.contains("WARNINGS: 3"),
+        lines.contains("LOST: 11.5E  WARNINGS: 3  tracing: 18.4E probed calls x 180ns = "),
         "{lines}"
     );
     assert!(lines.contains("processes 1 to 5 of 300"), "{lines}");
@@ -237,6 +238,11 @@ fn what_is_not_there_is_said() {
     idle.processes.insert(7, process("idle"));
     let lines = screen(80, 24, &Moment::new(idle, None), &state).join("\n");
     assert!(lines.contains("no copy, last second"), "{lines}");
+    let mut ended = nothing(Instant::now(), 1);
+    ended.processes.insert(7, process("gone"));
+    ended.processes.entry(7).and_modify(|it| it.ended = true);
+    let lines = screen(80, 24, &Moment::new(ended, None), &state);
+    assert!(lines[5].starts_with(" †      7 gone "), "{lines:#?}");
     let frozen = State {
         frozen: true,
         ..State::default()
