@@ -96,6 +96,18 @@ fn in_every_order_behind_endbr64() {
     }
 }
 
+/// The functions begin with a compare, which attach leaves in place: its jump stands where the push was, and a probe there would
+/// end the program. (Probes behind the compare: the victim died.) With a probe there first, attach is refused.
+#[test]
+fn in_every_order_behind_a_compare() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    for order in ORDERS.iter().filter(|order| order[0] == Patch) {
+        go_through(*order, &built().folder.join("compares"));
+    }
+}
+
 #[test]
 fn a_trace_across_attach_and_detach_counts_every_call() {
     let Some(_turn) = require(Rung::StandIn) else {

@@ -271,7 +271,7 @@ fn the_worst_come_first_and_losses_are_told() {
     assert_eq!(report["pageable"]["seconds"], 1110.0);
     assert_eq!(
         report["lost"],
-        serde_json::json!([{"reason": "no room", "count": 7}])
+        serde_json::json!([{"reason": "no_room", "count": 7}])
     );
     assert_eq!(
         report["nodes"]["lost"],

@@ -147,11 +147,11 @@ fn answer(mut stream: TcpStream, form: Form, body: &[u8]) -> std::io::Result<()>
     stream.write_all(body)
 }
 
-/// Name and labels.
-type Series = (&'static str, Vec<(&'static str, String)>);
+/// Labels and their values.
+pub type Pairs = Vec<(&'static str, String)>;
 
 /// Counters, by name and labels.
-pub fn counters(state: &State) -> BTreeMap<Series, f64> {
+pub fn counters(state: &State) -> BTreeMap<(&'static str, Pairs), f64> {
     let mut counters = BTreeMap::new();
     for copy in &state.copies {
         let labels = vec![
@@ -178,8 +178,10 @@ pub fn counters(state: &State) -> BTreeMap<Series, f64> {
     }
     let probes = state.copies.len() as f64;
     counters.insert(("cmt_probe_calls_total", Vec::new()), probes);
-    let reason = vec![("reason", "no room".to_owned())];
-    counters.insert(("cmt_lost_total", reason), state.lost as f64);
+    for (reason, lost) in [("no_room", state.lost), ("not_readable", 0)] {
+        let reason = vec![("reason", reason.to_owned())];
+        counters.insert(("cmt_lost_total", reason), lost as f64);
+    }
     if state.start_time_s > 0.0 {
         counters.insert(
             ("process_start_time_seconds", Vec::new()),
@@ -190,7 +192,7 @@ pub fn counters(state: &State) -> BTreeMap<Series, f64> {
 }
 
 /// Latencies, by the labels of the histogram.
-pub fn classes(state: &State) -> BTreeMap<Vec<(&'static str, String)>, Vec<u64>> {
+pub fn classes(state: &State) -> BTreeMap<Pairs, Vec<u64>> {
     let mut classes: BTreeMap<_, Vec<u64>> = BTreeMap::new();
     for copy in &state.copies {
         let labels = vec![

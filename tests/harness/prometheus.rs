@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::net::TcpListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -13,7 +13,6 @@ use tempfile::TempDir;
 #[derive(Debug)]
 pub struct Prometheus {
     child: Child,
-    log: PathBuf,
     /// Removed with it.
     folder: Option<TempDir>,
     /// Where it listens.
@@ -72,7 +71,6 @@ impl Prometheus {
         }
         Self {
             child,
-            log: log_path,
             folder: None,
             url: format!("http://{address}"),
         }
@@ -85,11 +83,6 @@ impl Prometheus {
         let line = status.lines().find(|line| line.starts_with("VmHWM"));
         let kib = line.and_then(|line| line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok());
         kib.unwrap_or(0) * 1024
-    }
-
-    /// What it wrote to its log.
-    pub fn log(&self) -> String {
-        fs::read_to_string(&self.log).unwrap_or_default()
     }
 }
 

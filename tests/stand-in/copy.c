@@ -219,6 +219,12 @@ static CUresult copy_2d(const CUDA_MEMCPY2D *p, bool synchronous, bool per_threa
 
 /* An exported copy function starts as the real driver's do (580.159.04): four whole instructions, and a compare
  * relative to rip at byte 11. It hands its arguments on to body_NAME untouched. */
+/* What may stand before the first push: drivers up to 535 look at a flag there. */
+#ifdef STANDIN_COMPARES
+#define STANDIN_FIRST "cmpl $0, standin_profiler(%rip)\n"
+#else
+#define STANDIN_FIRST
+#endif
 __attribute__((visibility("hidden"), used)) int standin_profiler;
 
 #ifdef __CET__
@@ -230,6 +236,7 @@ __attribute__((visibility("hidden"), used)) int standin_profiler;
 #define ENTRY(name)                                                                                                    \
     __asm__(".pushsection .text\n.p2align 4\n.globl " #name "\n.type " #name ", @function\n" #name ":\n"               \
             ".cfi_startproc\n" LANDING                                                                                 \
+            STANDIN_FIRST                                                                                              \
             "push %rbp\n.cfi_def_cfa_offset 16\n.cfi_offset %rbp, -16\n"                                               \
             "mov %rsp, %rbp\n.cfi_def_cfa_register %rbp\n"                                                             \
             "push %r12\n.cfi_offset %r12, -24\n"                                                                       \

@@ -10,7 +10,7 @@ use std::thread;
 use super::latencies::Latencies;
 use super::nodes::{Broken, Nodes};
 use super::prometheus::{Error, Labels, Prometheus, Sample};
-use super::query::{LOOKBACK_S, Window, instances, select, values};
+use super::query::{Window, instances, select, values};
 use super::recorded::Recorded;
 use super::samples::Growth;
 use super::time;
@@ -37,6 +37,17 @@ enum Breaks {
     Extrapolated,
     /// By `increase()`, as all others.
     AllExtrapolated,
+}
+
+/// What Prometheus says of a metric.
+#[derive(Debug, Default)]
+struct Asked {
+    /// Steady nodes' sums at the end.
+    later: Vec<Sample>,
+    /// And at the beginning.
+    earlier: Vec<Sample>,
+    /// What the others grew by, where that is extrapolated.
+    broken: Vec<Sample>,
 }
 
 /// Sums of a group of series, by the values of some labels.
@@ -94,8 +105,8 @@ impl<'a> Change<'a> {
             };
             let every = select(names, &[matchers, &named]);
             // All samples, however long the range: the guess above says that they are few.
-            let seconds = window.seconds() as f64 + LOOKBACK_S;
-            let series = prometheus.samples(&format!("{every}[{seconds}s]"), window.end_s)?;
+            let range = window.samples();
+            let series = prometheus.samples(&format!("{every}{range}"), window.end_s)?;
             Breaks::Counted(Box::new(Growth::of(series, window.start_s)))
         } else if nodes.broken.len() <= MOST_NAMED {
             Breaks::Extrapolated
@@ -145,21 +156,20 @@ impl<'a> Change<'a> {
 
     /// The same of native histograms; empty where none are stored.
     pub fn natives(&self, name: &str, by: &[&str]) -> Result<Classes, Error> {
-        let (steady, broken) = self.expressions(name, by, "")?;
-        let [(_, later), (_, earlier)] = steady;
+        let asked = self.expressions(name, by, "")?;
         let mut classes = Classes::new();
-        for sample in later {
+        for sample in asked.later {
             if let Some(histogram) = sample.histogram {
                 classes.insert(values(&sample.labels, by), histogram);
             }
         }
-        for sample in earlier {
+        for sample in asked.earlier {
             let class = classes.get_mut(&values(&sample.labels, by));
             if let Some((class, earlier)) = class.zip(sample.histogram) {
                 *class = class.since(&earlier);
             }
         }
-        for sample in broken {
+        for sample in asked.broken {
             if let Some(histogram) = sample.histogram {
                 let class = classes.entry(values(&sample.labels, by)).or_default();
                 class.add(&histogram, 1.0);
@@ -222,7 +232,7 @@ impl<'a> Change<'a> {
         most: usize,
     ) -> Result<Vec<(Vec<String>, f64)>, Error> {
         let labels = by.join(", ");
-        let seconds = self.window.seconds();
+        let length = self.window.length();
         let others = match self.breaks {
             Breaks::AllExtrapolated => String::new(),
             _ => named("!~", &self.nodes.broken),
@@ -231,9 +241,9 @@ impl<'a> Change<'a> {
         let sum = format!("sum by ({labels}) ({selected})");
         let grown = match self.breaks {
             Breaks::AllExtrapolated => {
-                format!("sum by ({labels}) (increase({selected}[{seconds}s]))")
+                format!("sum by ({labels}) (increase({selected}[{length}]))")
             }
-            _ => format!("{sum} - (sum by ({labels}) ({selected} offset {seconds}s) or 0 * {sum})"),
+            _ => format!("{sum} - (sum by ({labels}) ({selected} offset {length}) or 0 * {sum})"),
         };
         let mut found = Sums::new();
         for sample in self
@@ -247,7 +257,7 @@ impl<'a> Change<'a> {
                 name,
                 &[self.matchers, matcher, &named("=~", &self.nodes.broken)],
             );
-            let query = format!("topk({most}, sum by ({labels}) (increase({broken}[{seconds}s])))");
+            let query = format!("topk({most}, sum by ({labels}) (increase({broken}[{length}])))");
             for sample in self.prometheus.instant(&query, self.window.end_s)? {
                 *found.entry(values(&sample.labels, by)).or_default() += sample.value;
             }
@@ -284,33 +294,33 @@ impl<'a> Change<'a> {
     /// What Prometheus says of counters' growth.
     fn asked(&self, name: &str, by: &[&str], unless: &str) -> Result<Sums, Error> {
         let mut sums = Sums::new();
-        let (steady, broken) = self.expressions(name, by, unless)?;
-        let steady = steady
-            .into_iter()
-            .flat_map(|(sign, samples)| samples.into_iter().map(move |sample| (sign, sample)));
-        for (sign, sample) in steady.chain(broken.into_iter().map(|sample| (1.0, sample))) {
-            *sums.entry(values(&sample.labels, by)).or_default() += sign * sample.value;
+        let asked = self.expressions(name, by, unless)?;
+        for (share, samples) in [
+            (1.0, asked.later),
+            (-1.0, asked.earlier),
+            (1.0, asked.broken),
+        ] {
+            for sample in samples {
+                *sums.entry(values(&sample.labels, by)).or_default() += share * sample.value;
+            }
         }
         Ok(sums)
     }
 
-    /// Sums at the end and at the beginning, with their signs; and what broken nodes grew by where that is extrapolated.
-    fn expressions(
-        &self,
-        name: &str,
-        by: &[&str],
-        unless: &str,
-    ) -> Result<(Ends, Vec<Sample>), Error> {
+    /// Asks for the sums of a metric.
+    fn expressions(&self, name: &str, by: &[&str], unless: &str) -> Result<Asked, Error> {
         let labels = by.join(", ");
-        let range = format!("[{}s]", self.window.seconds());
+        let range = format!("[{}]", self.window.length());
         let increase = |matcher: &str| {
             let selected = select(name, &[self.matchers, matcher]);
             let query = format!("sum by ({labels}) (increase({selected}{range}){unless})");
             self.prometheus.instant(&query, self.window.end_s)
         };
-        let none = || [(1.0, Vec::new()), (-1.0, Vec::new())];
         if let Breaks::AllExtrapolated = self.breaks {
-            return Ok((none(), increase("")?));
+            return Ok(Asked {
+                broken: increase("")?,
+                ..Asked::default()
+            });
         }
         let others = named("!~", &self.nodes.broken);
         let selected = select(name, &[self.matchers, &others]);
@@ -326,12 +336,13 @@ impl<'a> Change<'a> {
             Breaks::Extrapolated => increase(&named("=~", &self.nodes.broken))?,
             _ => Vec::new(),
         };
-        Ok(([(1.0, later), (-1.0, earlier?)], broken))
+        Ok(Asked {
+            later,
+            earlier: earlier?,
+            broken,
+        })
     }
 }
-
-/// Sums at both ends of a range, each with the sign that it counts with.
-type Ends = [(f64, Vec<Sample>); 2];
 
 fn named(operator: &str, nodes: &[Broken]) -> String {
     instances(operator, nodes.iter().map(|node| node.instance.as_str()))

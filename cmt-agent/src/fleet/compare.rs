@@ -12,7 +12,7 @@ use super::latencies::Latencies;
 use super::prometheus::Prometheus;
 use super::query::Window;
 use super::report::{Drawn, change, latencies};
-use super::table::histogram;
+use super::table::{histogram, nodes};
 use super::time;
 use crate::trace::table::time as short_time;
 use crate::trace::table::{grouped, size};
@@ -123,9 +123,9 @@ impl Comparison {
             // Writing to a String cannot fail, here and below.
             let _ = writeln!(
                 text,
-                "{:<9} {} nodes, {} to {}{}{}",
+                "{:<9} {}, {} to {}{}{}",
                 side.name,
-                grouped(side.nodes),
+                nodes(side.nodes),
                 side.start,
                 side.end,
                 if side.counts == "exact" { "" } else { ", " },

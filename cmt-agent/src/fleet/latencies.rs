@@ -302,6 +302,9 @@ mod tests {
         let mut coarse = native([3, 2, 5]);
         coarse.coarsen(0);
         assert_eq!((coarse.schema, coarse.count()), (0, 11.0));
+        // A bucket belongs to the octave that its upper end lies in.
+        let octaves: Vec<(i32, f64)> = coarse.powers.clone().into_iter().collect();
+        assert_eq!(octaves, [(-10, 3.0), (-9, 7.0)]);
         assert_eq!(coarse.since(&native([1, 2, 0])).count(), 7.0);
     }
 

@@ -31,15 +31,15 @@ impl Nodes {
     /// Asks which nodes there are.
     pub fn find(prometheus: &Prometheus, window: &Window, matchers: &str) -> Result<Self, Error> {
         let presence = select(PRESENCE, &[matchers]);
-        let range = window.with_lookback();
-        let seconds = window.seconds();
+        let range = window.moments();
+        let length = window.length();
         let all = prometheus.instant(
             &format!("count(count_over_time({presence}{range}))"),
             window.end_s,
         )?;
         let broken = prometheus.instant(
             &format!(
-                "count_over_time({presence}{range}) unless ({presence} and {presence} offset {seconds}s unless \
+                "count_over_time({presence}{range}) unless ({presence} and {presence} offset {length} unless \
                  (resets({presence}{range}) > 0))"
             ),
             window.end_s,

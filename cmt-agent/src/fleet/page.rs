@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use super::report::{Drawn, Report, Time, Worst};
+use super::table::nodes;
 use super::time::length;
 use crate::html::escape;
 use crate::trace::table::{grouped, size, time};
@@ -12,8 +13,8 @@ const STYLE: &str = include_str!("../html/style.css");
 /// The page.
 pub fn page(report: &Report) -> String {
     let mut body = format!(
-        "<h1>{} nodes <small>{} to {}</small></h1>\n",
-        grouped(report.nodes.reporting),
+        "<h1>{} <small>{} to {}</small></h1>\n",
+        nodes(report.nodes.reporting),
         report.start,
         report.end
     );
@@ -44,8 +45,12 @@ pub fn page(report: &Report) -> String {
     }
     let _ = writeln!(
         body,
-        "<p><small>Counts: {}; {} nodes came, went or restarted. Latencies from {} histograms. {} questions in {:.1} s.</small></p>",
-        report.counts, report.nodes.broken, report.histograms, report.queries, report.took_s
+        "<p><small>Counts: {}; {} came, went or restarted. Latencies from {} histograms. {} questions in {:.1} s.</small></p>",
+        report.counts,
+        nodes(report.nodes.broken),
+        report.histograms,
+        report.queries,
+        report.took_s
     );
     format!(
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width\">\n\

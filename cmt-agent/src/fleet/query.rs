@@ -19,19 +19,39 @@ pub struct Window {
 }
 
 impl Window {
-    /// Its length, in whole seconds as PromQL wants it.
-    pub fn seconds(&self) -> u64 {
-        (self.end_s - self.start_s).round().max(1.0) as u64
+    /// Its length.
+    pub fn seconds(&self) -> f64 {
+        ((self.end_s - self.start_s) * 1e3).round().max(1.0) / 1e3
     }
 
-    /// `[…]` over the range and the scrapes before it that say how it began: all samples, or in a long range some.
-    pub fn with_lookback(&self) -> String {
-        let seconds = self.seconds() as f64;
-        let all = seconds + LOOKBACK_S;
+    /// Its length as PromQL writes it: whole, in seconds or else milliseconds.
+    pub fn length(&self) -> String {
+        length(self.seconds())
+    }
+
+    /// `[…]` over the range and the scrapes before it that say how it began: all samples.
+    pub fn samples(&self) -> String {
+        format!("[{}]", length(self.seconds() + LOOKBACK_S))
+    }
+
+    /// The same, in a long range at some moments.
+    pub fn moments(&self) -> String {
+        let seconds = self.seconds();
         match seconds <= ALL_SAMPLES_S {
-            true => format!("[{all}s]"),
-            false => format!("[{all}s:{}s]", (seconds / MOMENTS).round()),
+            true => self.samples(),
+            false => format!(
+                "[{}:{}s]",
+                length(seconds + LOOKBACK_S),
+                (seconds / MOMENTS).round()
+            ),
         }
+    }
+}
+
+fn length(seconds: f64) -> String {
+    match (seconds * 1e3).round() as u64 {
+        ms if ms.is_multiple_of(1000) => format!("{}s", ms / 1000),
+        ms => format!("{ms}ms"),
     }
 }
 
@@ -107,7 +127,8 @@ mod tests {
             start_s: 0.0,
             end_s,
         };
-        assert_eq!(window(3600.0).with_lookback(), "[3900s]");
-        assert_eq!(window(86400.0).with_lookback(), "[86700s:360s]");
+        assert_eq!(window(3600.0).moments(), "[3900s]");
+        assert_eq!(window(9.5).length(), "9500ms");
+        assert_eq!(window(86400.0).moments(), "[86700s:360s]");
     }
 }

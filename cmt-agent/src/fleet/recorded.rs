@@ -49,7 +49,7 @@ impl Recorded<'_> {
             .prometheus
             .samples(&format!("{query}{range}"), self.window.end_s)?;
         let moments = native.iter().map(|series| series.histograms.len()).max();
-        let share = self.window.seconds() as f64 / moments.unwrap_or(1).max(1) as f64;
+        let share = self.window.seconds() / moments.unwrap_or(1).max(1) as f64;
         let mut natives = Classes::new();
         for series in &native {
             let class = natives.entry(values(&series.labels, by)).or_default();
@@ -79,9 +79,9 @@ impl Recorded<'_> {
     }
 
     /// A subquery's range, and its length in seconds.
-    fn range(&self) -> (String, u64) {
+    fn range(&self) -> (String, f64) {
         let seconds = self.window.seconds();
-        let step = (seconds as f64 / MOMENTS).round().max(INTERVAL_S);
-        (format!("[{seconds}s:{step}s]"), seconds)
+        let step = (seconds / MOMENTS).round().max(INTERVAL_S);
+        (format!("[{}:{step}s]", self.window.length()), seconds)
     }
 }

@@ -228,15 +228,15 @@ impl Report {
         let (asked, copies, worst, (lost, nodes_lost)) = asked?;
         let per_hour = |seconds: f64| Time {
             seconds,
-            seconds_per_hour: seconds / window.seconds() as f64 * 3600.0,
-            gpus: seconds / window.seconds() as f64,
+            seconds_per_hour: seconds / window.seconds() * 3600.0,
+            gpus: seconds / window.seconds(),
         };
         let pageable = copies.iter().filter(|copies| copies.memory == "pageable");
         Ok(Self {
             schema: "cmt/fleet/1",
             start: time::shown(window.start_s),
             end: time::shown(window.end_s),
-            range_s: window.seconds() as f64,
+            range_s: window.seconds(),
             counts: change.exactness(),
             histograms: asked.kind,
             nodes: Nodes {
@@ -288,7 +288,7 @@ fn copies(change: &Change<'_>) -> Result<Vec<Copies>, Error> {
         .map(|(key, copies)| Copies {
             direction: key[0].clone(),
             memory: key[1].clone(),
-            gb_per_day: copies.bytes as f64 / 1e9 / change.window.seconds() as f64 * DAY_S,
+            gb_per_day: copies.bytes as f64 / 1e9 / change.window.seconds() * DAY_S,
             ..copies
         })
         .collect())

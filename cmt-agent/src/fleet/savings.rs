@@ -169,7 +169,7 @@ impl Savings {
     ) -> anyhow::Result<()> {
         let sums = change(prometheus, window, matchers, false)?.sums(RECOVERABLE, &[])?;
         let recoverable_s = sums.values().next().copied().unwrap_or(0.0);
-        self.measure(recoverable_s, window.seconds() as f64);
+        self.measure(recoverable_s, window.seconds());
         Ok(())
     }
 
@@ -332,7 +332,7 @@ mod tests {
 
     #[test]
     fn the_text_fits_and_frequencies_are_understood() {
-        let mut savings = Savings::new(u64::MAX >> 20, 1e6, &events());
+        let mut savings = Savings::new(1_000_000_000, 100.0, &events());
         savings.measure(3600.0, 3600.0);
         let text = savings.text();
         assert!(

@@ -12,8 +12,8 @@ const NAME: usize = 60;
 /// The report.
 pub fn render(report: &Report) -> String {
     let mut text = format!(
-        "{} nodes, {} to {} ({})\n",
-        grouped(report.nodes.reporting),
+        "{}, {} to {} ({})\n",
+        nodes(report.nodes.reporting),
         report.start,
         report.end,
         length(report.range_s)
@@ -26,7 +26,11 @@ pub fn render(report: &Report) -> String {
     text += &losses(report);
     text += &classes(report);
     for drawn in &report.latencies {
-        text += &histogram(drawn);
+        // Of a direction that has one size only, the whole is the same.
+        let same = |other: &&Drawn| other.direction == drawn.direction;
+        if drawn.size_class_bytes.is_none() || report.latencies.iter().filter(same).count() > 2 {
+            text += &histogram(drawn);
+        }
     }
     let by = match report.worst_by {
         "recoverable" => "seconds that attach would have given back",
@@ -38,6 +42,13 @@ pub fn render(report: &Report) -> String {
     );
     text += &worst(&format!("worst nodes, by {by}"), &report.worst_nodes);
     text + &footer(report)
+}
+
+pub(super) fn nodes(count: u64) -> String {
+    match count {
+        1 => "1 node".into(),
+        _ => format!("{} nodes", grouped(count)),
+    }
 }
 
 // Writing to a String cannot fail, here and below.
@@ -155,8 +166,8 @@ fn footer(report: &Report) -> String {
     if report.nodes.broken > 0 {
         let _ = writeln!(
             text,
-            "{} nodes came, went or restarted in this range",
-            grouped(report.nodes.broken)
+            "{} came, went or restarted in this range",
+            nodes(report.nodes.broken)
         );
     }
     let counts = match report.counts {

@@ -236,6 +236,15 @@ impl Collector for Own {
                 Some(&Unit::Seconds),
                 &(ticks / procfs::ticks_per_second() as f64),
             )?;
+            if let Ok(boot_s) = procfs::boot_time_secs() {
+                let since_boot_s = stat.starttime as f64 / procfs::ticks_per_second() as f64;
+                gauge(
+                    &mut to,
+                    "process_start_time_seconds",
+                    "When cmt started, in seconds since 1970.",
+                    &(boot_s as f64 + since_boot_s),
+                )?;
+            }
             gauge(
                 &mut to,
                 "process_resident_memory_bytes",

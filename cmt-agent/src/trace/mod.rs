@@ -16,6 +16,7 @@ mod snapshot;
 mod summary;
 pub mod table;
 pub mod view;
+mod watched;
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

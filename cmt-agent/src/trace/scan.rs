@@ -10,16 +10,17 @@ use std::time::Instant;
 
 use cmt_common::event::{CopyKey, MAX_TARGETS, phase};
 
-use super::life::{self, Alive, Life, read_maps};
-use super::memory::{self, Range};
+use super::life::{self, Life, read_maps};
+use super::memory;
 use super::shared::Shared;
 use super::snapshot::{Drained, Process, Snapshot};
+use super::watched::Watched;
 use super::{Targets, TraceError};
 use crate::cpus::Cpus;
 use crate::histogram::Stat;
 use crate::probes::rights::Deed;
 use crate::probes::{
-    self, Library, Links, Mapped, ProbeError, Probes, Target, Whose, in_first_pid_namespace, rights,
+    self, Library, Links, Mapped, ProbeError, Probes, Whose, in_first_pid_namespace, rights,
 };
 use crate::target::maps::{FileId, Mapping};
 use crate::workload::Workload;
@@ -66,32 +67,6 @@ pub(super) struct Scanner {
     started: Instant,
     ended_at: Option<Instant>,
     scans: u32,
-}
-
-/// A process that is looked at.
-struct Watched {
-    comm: String,
-    /// Start time in clock ticks: tells a process from a later one with the same id.
-    start_time: u64,
-    ended: bool,
-    target: Target,
-    libraries: HashMap<FileId, String>,
-    workload: Workload,
-    threads: u32,
-    /// Probes that fire for this process only.
-    links: Vec<Links>,
-    looked_at: bool,
-    /// Size of its address space and its name when its maps were last read: without a change in either nothing was mapped.
-    size: u64,
-    name: String,
-    /// The program that it runs.
-    program: Option<(u64, u64)>,
-    /// Times that it was looked at.
-    looks: u32,
-    /// Its maps were searched for memory that was there before the probes.
-    memory_known: bool,
-    /// Ranges taken from its maps, by start.
-    ranges: HashMap<u64, Range>,
 }
 
 impl Scanner {
@@ -601,50 +576,6 @@ impl Scanner {
     fn warn(&mut self, warning: String) {
         if self.warnings.len() < MOST_WARNINGS && !self.warnings.contains(&warning) {
             self.warnings.push(warning);
-        }
-    }
-}
-
-impl Watched {
-    fn new(pid: u32, number: u16, alive: &Alive) -> Self {
-        Self {
-            comm: life::comm(pid).unwrap_or_default(),
-            start_time: alive.start_time,
-            ended: false,
-            target: Target { pid, number },
-            libraries: HashMap::new(),
-            workload: Workload::default(),
-            threads: 0,
-            links: Vec::new(),
-            looked_at: false,
-            size: 0,
-            name: String::new(),
-            program: life::program(alive.tid),
-            looks: 0,
-            memory_known: false,
-            ranges: HashMap::new(),
-        }
-    }
-
-    /// What was known of its memory is no longer true.
-    fn forget_memory(&mut self, probes: &mut Probes) {
-        let pid = self.target.pid;
-        probes.maps.forget_process(pid);
-        for (start, range) in self.ranges.drain() {
-            probes.maps.release(pid, start, range.bytes);
-        }
-    }
-
-    fn process(&self, named: bool) -> Process {
-        let mut libraries: Vec<String> = self.libraries.values().cloned().collect();
-        libraries.sort();
-        Process {
-            comm: self.comm.clone(),
-            ended: self.ended,
-            named,
-            libraries,
-            workload: self.workload.clone(),
-            threads: self.threads,
         }
     }
 }
