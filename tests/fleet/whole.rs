@@ -63,6 +63,13 @@ fn what_victims_copy_is_what_the_fleet_says() {
     for (arguments, histograms) in [(&[CLASSIC][..], "classic"), (&[], "native")] {
         let serve = Serve::start();
         let prometheus = Prometheus::start_with(std::slice::from_ref(&serve.address), arguments);
+        // A node that Prometheus comes to know within the range counts from its first sample only.
+        let started = Instant::now();
+        let before = Range::begin();
+        while before.ask(&prometheus, &["--json"]).code != Some(0) {
+            assert!(started.elapsed() < PATIENCE, "it is not scraped");
+            thread::sleep(Duration::from_millis(200));
+        }
         let range = Range::begin();
         let victims: Vec<Victim> = [
             ("victim-rt", &["--threads", "2", "--bytes", "4K,1M"][..]),

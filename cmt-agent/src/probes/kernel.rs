@@ -32,9 +32,9 @@ impl Kind {
             _ if version < (6, 6) => Self::SingleSite,
             Reach::All => Self::ManySites,
             Reach::Chosen if version >= (6, 10) => Self::ManySites,
-            Reach::Chosen if in_first_pid_namespace() => Self::ManySitesPicking,
+            _ if in_first_pid_namespace() => Self::ManySitesPicking,
             // The programs would not know the chosen ones by the ids that they have here.
-            Reach::Chosen => Self::SingleSite,
+            _ => Self::SingleSite,
         }
     }
 }

@@ -44,6 +44,9 @@ pub(super) const PROGRAMS: [&str; 7] = [
 pub enum Reach {
     /// Chosen processes.
     Chosen,
+    /// Chosen processes, of one of which the first thread has ended: the kernel's own filter looks at that one's memory, which
+    /// it no longer has (`uprobe_multi_link_filter`).
+    Picked,
     /// All processes that map a library.
     All,
 }

@@ -111,6 +111,7 @@ impl Tracer {
         allow_all_descriptors();
         let scanner = Scanner::new(&targets)?;
         let reach = match targets {
+            Targets::Pids(_) if scanner.has_lost_a_first_thread() => Reach::Picked,
             Targets::Pids(_) => Reach::Chosen,
             Targets::All => Reach::All,
         };

@@ -46,6 +46,8 @@ const MOST_GONE: usize = 4096;
 pub(super) struct Scanner {
     /// `None` traces all processes.
     named: Option<Vec<u32>>,
+    /// A named process goes on without its first thread.
+    lost_first: bool,
     processes: BTreeMap<u32, Watched>,
     /// Mapped files that were read already.
     files: HashMap<(FileId, PathBuf), Option<Arc<Library>>>,
@@ -77,6 +79,7 @@ impl Scanner {
             Targets::All => None,
         };
         let mut processes = BTreeMap::new();
+        let mut lost_first = false;
         let foreign_ids = !in_first_pid_namespace();
         match &named {
             Some(pids) => {
@@ -87,7 +90,9 @@ impl Scanner {
                 }
                 for (index, pid) in pids.iter().enumerate() {
                     let number = if foreign_ids { index as u16 + 1 } else { 0 };
-                    processes.insert(*pid, Watched::new(*pid, number, &life::named(*pid)?));
+                    let alive = life::named(*pid)?;
+                    lost_first |= alive.tid != *pid;
+                    processes.insert(*pid, Watched::new(*pid, number, &alive));
                 }
             }
             None if foreign_ids => return Err(TraceError::PidNamespace),
@@ -99,6 +104,7 @@ impl Scanner {
         }
         Ok(Self {
             named,
+            lost_first,
             processes,
             files: HashMap::new(),
             shared: Shared::default(),
@@ -113,6 +119,11 @@ impl Scanner {
             ended_at: None,
             scans: 0,
         })
+    }
+
+    /// Whether a named process goes on without its first thread.
+    pub fn has_lost_a_first_thread(&self) -> bool {
+        self.lost_first
     }
 
     /// The first scan; the trace counts from its end on. `own` are probes on this process, taken away with the others;
