@@ -479,6 +479,22 @@ fn ctrl_c_leaves_no_probe_behind() {
     victim.stop();
 }
 
+/// Checks that a report holds so many calls of each of several victims, and that nothing was lost.
+#[track_caller]
+fn assert_each_made(report: &Value, accounts: &[Value], calls: u64) {
+    assert_eq!(report["lost"], 0, "{report}");
+    let processes = report["processes"].as_array().expect("processes");
+    for account in accounts {
+        let process = processes
+            .iter()
+            .find(|process| process["pid"] == account["pid"])
+            .expect("the process");
+        let copies = process["copies"].as_array().expect("copies");
+        let made: u64 = copies.iter().map(|copy| number(&copy["calls"])).sum();
+        assert_eq!(made, calls, "{report}");
+    }
+}
+
 #[test]
 fn two_processes_of_an_older_kernel_count_once_each() {
     let Some(_turn) = require(Rung::StandIn) else {
@@ -501,21 +517,7 @@ fn two_processes_of_an_older_kernel_count_once_each() {
     }
     let accounts = victims.map(Victim::finish);
     let report = trace.finish().0;
-    assert_eq!(report["lost"], 0, "{report}");
-    for account in accounts {
-        let processes = report["processes"].as_array().expect("processes");
-        let process = processes
-            .iter()
-            .find(|process| process["pid"] == account["pid"])
-            .expect("the process");
-        let calls: u64 = process["copies"]
-            .as_array()
-            .expect("copies")
-            .iter()
-            .map(|copy| number(&copy["calls"]))
-            .sum();
-        assert_eq!(calls, 2000, "{report}");
-    }
+    assert_each_made(&report, &accounts, 2000);
 }
 
 /// Containers of one image have a mount each, and the kernel shows its files under other numbers in each.
@@ -558,21 +560,7 @@ LD_LIBRARY_PATH="$1/scratch/merged" exec "$2" --bytes 4K --calls 1000 --hold
     }
     let accounts = victims.map(Victim::finish);
     let report = trace.interrupt();
-    assert_eq!(report["lost"], 0, "{report}");
-    for account in accounts {
-        let processes = report["processes"].as_array().expect("processes");
-        let process = processes
-            .iter()
-            .find(|process| process["pid"] == account["pid"])
-            .expect("the process");
-        let calls: u64 = process["copies"]
-            .as_array()
-            .expect("copies")
-            .iter()
-            .map(|copy| number(&copy["calls"]))
-            .sum();
-        assert_eq!(calls, 1000, "{report}");
-    }
+    assert_each_made(&report, &accounts, 1000);
 }
 
 #[test]
