@@ -5,7 +5,7 @@ use crate::injector::Attached;
 use crate::origin::Origin;
 use crate::target::Target;
 
-const STYLE: &str = include_str!("html/style.css");
+pub(crate) const STYLE: &str = include_str!("html/style.css");
 
 /// The page: a table with one bar a class and window, both on the scale of the fastest.
 pub fn page(target: &Target, attached: &Attached, comparison: &Comparison) -> String {
@@ -35,20 +35,29 @@ pub fn page(target: &Target, attached: &Attached, comparison: &Comparison) -> St
             )
         })
         .collect();
-    format!(
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width\">\n\
-         <title>cmt attach {pid}</title><style>{STYLE}</style>\n\
-         <h1>{comm} <small>process {pid}</small></h1>\n\
+    let body = format!(
+        "<h1>{comm} <small>process {pid}</small></h1>\n\
          <p>{patched} functions patched in {took:.0} ms; {threads} threads were stopped for {pause:.1} ms.</p>\n\
-         <table><thead><tr><th>copies<th><th>GB/s<th><th>median<th>calls<th>speed-up</tr></thead>\n{rows}</table>\n\
-         <p><small>{origin}</small></p></html>\n",
-        origin = escape(&Origin::now().to_string()),
+         <table><thead><tr><th>copies<th><th>GB/s<th><th>median<th>calls<th>speed-up</tr></thead>\n{rows}</table>\n",
         pid = target.pid,
         comm = escape(&target.comm),
         patched = attached.patched.len(),
         took = attached.took.as_secs_f64() * 1e3,
         threads = attached.commit.threads,
         pause = attached.commit.pause.as_secs_f64() * 1e3,
+    );
+    let title = format!("cmt attach {}", target.pid);
+    document(&title, STYLE, &body, Some(&Origin::now()))
+}
+
+/// A whole page around a body; its end says where and when that was made, where that is known.
+pub(crate) fn document(title: &str, style: &str, body: &str, origin: Option<&Origin>) -> String {
+    let origin = origin.map_or_else(String::new, |origin| {
+        format!("<p><small>{}</small></p>\n", escape(&origin.to_string()))
+    });
+    format!(
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width\">\n\
+         <title>{title}</title><style>{style}</style>\n{body}{origin}</html>\n"
     )
 }
 

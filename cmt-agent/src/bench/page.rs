@@ -8,7 +8,7 @@ use super::report::{Cell, Quantiles, Report, Stat};
 use super::table::{cpu_seconds, spread, three, time};
 use super::wire::{Direction, Memory};
 use crate::compare::bytes;
-use crate::html::escape;
+use crate::html::{document, escape};
 
 const STYLE: &str = include_str!("page.css");
 /// Where the colours of the methods begin, after those of stock, tuned and pinned.
@@ -50,13 +50,7 @@ pub fn page(report: &Report) -> anyhow::Result<String> {
             &of(report, direction, memory),
         );
     }
-    if let Some(origin) = &report.origin {
-        body += &format!("<p><small>{}</small></p>\n", escape(&origin.to_string()));
-    }
-    Ok(format!(
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width\">\n\
-         <title>{title}</title><style>{STYLE}</style>\n{body}</html>\n"
-    ))
+    Ok(document(&title, STYLE, &body, report.origin.as_ref()))
 }
 
 fn of(report: &Report, direction: Direction, memory: Memory) -> Vec<&Cell> {

@@ -5,10 +5,9 @@ use std::fmt::Write as _;
 use super::report::{Drawn, Report, Time, Worst};
 use super::table::nodes;
 use super::time::length;
-use crate::html::escape;
+use crate::html::{STYLE, document, escape};
+use crate::origin::Origin;
 use crate::trace::table::{grouped, size, time};
-
-const STYLE: &str = include_str!("../html/style.css");
 
 /// The page.
 pub fn page(report: &Report) -> String {
@@ -52,10 +51,7 @@ pub fn page(report: &Report) -> String {
         report.queries,
         report.took_s
     );
-    format!(
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width\">\n\
-         <title>cmt fleet</title><style>{STYLE}</style>\n{body}</html>\n"
-    )
+    document("cmt fleet", STYLE, &body, Some(&Origin::now()))
 }
 
 fn spent(time: &Time) -> String {
