@@ -14,6 +14,7 @@ pub mod injector;
 pub mod keeper;
 pub mod link;
 pub mod origin;
+pub mod output_file;
 pub mod pipe;
 pub mod probes;
 pub mod profile;

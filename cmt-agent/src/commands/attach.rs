@@ -1,7 +1,5 @@
 //! `cmt attach`: traces a process, swaps its copier, traces it again, and shows both.
 
-use std::fs::File;
-use std::io::Write as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -12,6 +10,7 @@ use serde::Serialize;
 use crate::compare::{self, Comparison, Row, Window};
 use crate::cpus::Cpus;
 use crate::injector::{self, Attached};
+use crate::output_file::OutputFile;
 use crate::profile;
 use crate::target::Target;
 use crate::trace::report::Report;
@@ -94,15 +93,11 @@ struct Refused<'a> {
 /// Ctrl-C afterwards ends the second window early.
 pub fn run(args: Args) -> anyhow::Result<()> {
     let plan = args.profile.as_deref().map(profile::read).transpose()?;
-    let page = match &args.html {
-        Some(path) => Some((
-            File::create(path).with_context(|| {
-                format!("{} cannot be written; nothing was changed", path.display())
-            })?,
-            path,
-        )),
-        None => None,
-    };
+    let page = args
+        .html
+        .as_deref()
+        .map(|path| OutputFile::open(path, "nothing was changed"))
+        .transpose()?;
     // Refusals come before any time is spent tracing.
     let mut target = Target::open(args.pid)?;
     target.cuda()?;
@@ -232,9 +227,8 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         };
         pipe::print(&text).map_err(stays)?;
     }
-    if let Some((mut file, path)) = page {
-        file.write_all(html::page(&target, &attached, &comparison).as_bytes())
-            .with_context(|| format!("writing {}", path.display()))
+    if let Some(page) = page {
+        page.write(&html::page(&target, &attached, &comparison))
             .map_err(stays)?;
     }
     end?;

@@ -1,12 +1,9 @@
 //! `cmt bench`: stock, tuned and pinned copies of this machine, side by side.
 
-use std::fs::File;
-use std::io::Write as _;
 use std::path::PathBuf;
 
-use anyhow::Context as _;
-
 use crate::bench::{self, Report, SMALLEST_BYTES, Settings};
+use crate::output_file::OutputFile;
 use crate::{pipe, profile};
 
 /// Measure stock, tuned and pinned copies on this machine, side by side
@@ -42,11 +39,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     // A page that cannot be written is found out before minutes are spent.
     let page = args
         .html
-        .map(|path| {
-            let file = File::create(&path)
-                .with_context(|| format!("{} cannot be written", path.display()))?;
-            anyhow::Ok((file, path))
-        })
+        .map(|path| OutputFile::open(&path, "nothing was measured"))
         .transpose()?;
     let report = match args.from {
         Some(path) => Report::read(&path)?,
@@ -57,9 +50,8 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     } else {
         pipe::print(&bench::text(&report))?;
     }
-    if let Some((mut file, path)) = page {
-        file.write_all(bench::page(&report)?.as_bytes())
-            .with_context(|| format!("writing {}", path.display()))?;
+    if let Some(page) = page {
+        page.write(&bench::page(&report)?)?;
     }
     Ok(())
 }

@@ -1,12 +1,9 @@
 //! `cmt fleet`: the copies of a whole fleet, from its Prometheus.
 
-use std::fs::File;
-use std::io::Write as _;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Context as _;
 use clap::error::ErrorKind;
 
 use crate::fleet::compare::{Comparison, Side};
@@ -15,6 +12,7 @@ use crate::fleet::prometheus::Prometheus;
 use crate::fleet::report::Report;
 use crate::fleet::savings::{self, Savings};
 use crate::fleet::{Window, page, table, time};
+use crate::output_file::OutputFile;
 use crate::pipe;
 use crate::trace::duration;
 
@@ -213,12 +211,8 @@ fn overview(args: &Args) -> anyhow::Result<()> {
     // A page that cannot be written is found out before anything is asked.
     let page = args
         .html
-        .as_ref()
-        .map(|path| {
-            File::create(path)
-                .map(|file| (file, path))
-                .with_context(|| format!("{} cannot be written", path.display()))
-        })
+        .as_deref()
+        .map(|path| OutputFile::open(path, "nothing was asked"))
         .transpose()?;
     let window = source.window(source.at);
     let report = Report::ask(
@@ -229,9 +223,8 @@ fn overview(args: &Args) -> anyhow::Result<()> {
         source.exact,
     )?;
     source.print(&report, || table::render(&report))?;
-    if let Some((mut file, path)) = page {
-        file.write_all(page::page(&report).as_bytes())
-            .with_context(|| format!("writing {}", path.display()))?;
+    if let Some(page) = page {
+        page.write(&page::page(&report))?;
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! `cmt trace`: which copies live processes make, from which memory, and how long they take.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, IsTerminal as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -11,6 +11,7 @@ use crossterm::event::Event;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at, sleep_until};
 
+use crate::output_file::OutputFile;
 use crate::pipe;
 use crate::trace::intervals::{Form, Intervals};
 use crate::trace::record::{Recorded, Recorder};
@@ -141,11 +142,6 @@ fn unprobed(whole: &Snapshot, targets: &Targets) -> Option<String> {
     ))
 }
 
-fn create(path: &Path) -> anyhow::Result<File> {
-    File::create(path)
-        .with_context(|| format!("{} cannot be written; nothing was traced", path.display()))
-}
-
 fn say_recorded(recorded: Recorded) {
     eprint!("cmt: {} copies written", recorded.copies);
     match recorded.dropped {
@@ -246,13 +242,10 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 async fn trace(args: &Args, targets: &Targets) -> anyhow::Result<Option<(Snapshot, Option<u64>)>> {
     // From here on Ctrl-C ends the trace instead of the process, so that what was seen is not lost.
     let mut signals = Signals::new()?;
-    let perfetto = match &args.perfetto {
-        Some(path) => Some(create(path)?),
-        None => None,
-    };
-    if let Some(path) = &args.hgrm {
-        create(path)?;
-    }
+    let open = |path: &PathBuf| OutputFile::open(path, "nothing was traced");
+    let perfetto = args.perfetto.as_ref().map(open).transpose()?;
+    // Written when all is over, and others beside it.
+    args.hgrm.as_ref().map(open).transpose()?;
     let telling = args.events || perfetto.is_some();
     let mut tracer = Tracer::start(targets.clone(), telling)?;
     let recorder = tracer

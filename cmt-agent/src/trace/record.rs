@@ -1,6 +1,5 @@
 //! Writes single copies down while a trace runs: as JSON Lines on stdout, and to a Perfetto file.
 
-use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, BufWriter, StdoutLock, Write as _};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -8,9 +7,10 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use super::events::Event;
+use super::life;
 use super::perfetto::Perfetto;
+use crate::output_file::OutputFile;
 use crate::probes::Events;
-use crate::target::text::printable;
 
 /// How often the ring is emptied: it holds what all processors can copy in many times that.
 const EMPTY_EVERY: Duration = Duration::from_millis(5);
@@ -38,15 +38,14 @@ pub struct Recorded {
 
 impl Recorder {
     /// Starts to write: `lines` on stdout, and to `perfetto`.
-    pub fn start(events: Events, lines: bool, perfetto: Option<File>) -> Self {
+    pub fn start(events: Events, lines: bool, perfetto: Option<OutputFile>) -> Self {
         let (stop, stopped) = mpsc::channel();
         let thread = thread::spawn(move || {
             let mut to = Sinks {
                 lines: lines.then(|| BufWriter::new(io::stdout().lock())),
                 perfetto: perfetto
-                    .map(|file| Perfetto::new(BufWriter::new(file)))
+                    .map(|file| Perfetto::new(BufWriter::new(file.begin()?)))
                     .transpose()?,
-                names: HashMap::new(),
             };
             let mut written = Written { events, copies: 0 };
             loop {
@@ -96,7 +95,6 @@ impl Recorder {
 struct Sinks {
     lines: Option<BufWriter<StdoutLock<'static>>>,
     perfetto: Option<Perfetto<BufWriter<File>>>,
-    names: HashMap<u32, String>,
 }
 
 impl Sinks {
@@ -106,11 +104,7 @@ impl Sinks {
             lines.write_all(b"\n")?;
         }
         if let Some(perfetto) = &mut self.perfetto {
-            let name = self
-                .names
-                .entry(event.pid)
-                .or_insert_with(|| name(event.pid));
-            perfetto.add(event, || name.clone())?;
+            perfetto.add(event, || name(event.pid))?;
         }
         Ok(())
     }
@@ -118,6 +112,5 @@ impl Sinks {
 
 /// The name of a process, or its id where it has ended already.
 fn name(pid: u32) -> String {
-    let comm = std::fs::read_to_string(format!("/proc/{pid}/comm"));
-    comm.map_or_else(|_| format!("process {pid}"), |comm| printable(comm.trim()))
+    life::comm(pid).unwrap_or_else(|| format!("process {pid}"))
 }
