@@ -27,6 +27,11 @@ impl Workload {
         let groups = Process::new(pid as i32)
             .and_then(|process| text::relative(&process, "cgroup"))
             .unwrap_or_default();
+        Self::in_cgroups(&groups)
+    }
+
+    /// By the text of a `/proc/PID/cgroup`.
+    fn in_cgroups(groups: &str) -> Self {
         // Version 2 has one line; in version 1 all controllers' paths name the same things, and systemd's is one of them.
         let path = groups
             .lines()
@@ -95,6 +100,29 @@ fn pod(part: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn containers_are_known_by_their_cgroups() {
+        let id = "3f2a".repeat(16);
+        for (cgroups, container_of) in [
+            (
+                "0::/user.slice/user-0.slice/session-1.scope\n".to_owned(),
+                None,
+            ),
+            (
+                format!("0::/system.slice/docker-{id}.scope\n"),
+                Some("3f2a3f2a3f2a"),
+            ),
+            (
+                format!("11:cpu:/kubepods/burstable/pod1-2-3/{id}\n1:x:/\n"),
+                Some("3f2a3f2a3f2a"),
+            ),
+            ("0::/\n".to_owned(), None),
+        ] {
+            let found = Workload::in_cgroups(&cgroups).container;
+            assert_eq!(found.as_deref(), container_of, "{cgroups}");
+        }
+    }
 
     #[test]
     fn containers_pods_and_units_are_found_in_paths() {

@@ -11,6 +11,7 @@ use serde::Serialize;
 use super::Check;
 use super::Need::Trace;
 use crate::target::{maps, text};
+use crate::workload::Workload;
 
 /// A process that maps a CUDA library now.
 #[derive(Clone, Debug, Serialize)]
@@ -50,21 +51,13 @@ fn look_at(process: &Process) -> Option<CudaProcess> {
         pid: process.pid as u32,
         comm: text::comm(process).unwrap_or_default(),
         libraries: libraries.into_iter().collect(),
-        container: container(&text::relative(process, "cgroup").unwrap_or_default()),
+        container: Workload::of(process.pid as u32).container,
     })
 }
 
 fn is_cuda(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().as_bytes();
     name.starts_with(b"libcuda.so") || name.starts_with(b"libcudart.so")
-}
-
-/// Twelve digits of the id that every engine puts into the names of its cgroups: `docker-3f2a….scope`, `/kubepods/…/3f2a…`.
-fn container(cgroups: &str) -> Option<String> {
-    cgroups
-        .split(|c: char| !c.is_ascii_alphanumeric())
-        .find(|word| word.len() == 64 && word.bytes().all(|byte| byte.is_ascii_hexdigit()))
-        .map(|id| id[..12].to_owned())
 }
 
 pub(super) fn check(processes: &[CudaProcess]) -> Check {
@@ -138,31 +131,4 @@ fn configured() -> Vec<PathBuf> {
             folders.map(|line| line.trim().into()).collect::<Vec<_>>()
         })
         .collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn containers_are_known_by_their_cgroups() {
-        let id = "3f2a".repeat(16);
-        for (cgroups, container_of) in [
-            (
-                "0::/user.slice/user-0.slice/session-1.scope\n".to_owned(),
-                None,
-            ),
-            (
-                format!("0::/system.slice/docker-{id}.scope\n"),
-                Some("3f2a3f2a3f2a"),
-            ),
-            (
-                format!("11:cpu:/kubepods/burstable/pod1-2-3/{id}\n1:x:/\n"),
-                Some("3f2a3f2a3f2a"),
-            ),
-            ("0::/\n".to_owned(), None),
-        ] {
-            assert_eq!(container(&cgroups).as_deref(), container_of, "{cgroups}");
-        }
-    }
 }
