@@ -24,8 +24,12 @@ const REGION_BYTES: u64 = 4096;
 const HOOK_BYTES: u64 = 256;
 /// How far a region may be from the code: 2 GiB less room for the library's own data behind or before the code.
 const REACH_BYTES: u64 = (2 << 30) - (256 << 20);
-/// What heap and stack are left to grow into.
+/// What the heap is left to grow into, and a stack without a limit.
 const ROOM_BYTES: u64 = 64 << 30;
+/// What a stack is left at least, whatever its limit is now. More would make libraries unreachable that the kernel has
+/// placed right below: it keeps the limit at exec, or 128 MiB, and a random distance of up to 1 TiB (`mmap_base` in the
+/// kernel's arch/x86/mm/mmap.c).
+const LEAST_STACK_ROOM_BYTES: u64 = 1 << 30;
 /// How far from the ends of a gap a page is looked for: at its ends the target's own next mappings go, and may be faster.
 const STEPS: [u64; 4] = [0, 1 << 20, 16 << 20, 256 << 20];
 /// Nothing is placed below: `vm.mmap_min_addr` is at most this where it is set as usual.
@@ -44,8 +48,16 @@ struct Mapping {
         expect(dead_code, reason = "only gum leaves pages writable")
     )]
     writable: bool,
-    /// The heap grows up from it, the stack down.
-    grows: bool,
+    grows: Grows,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Grows {
+    No,
+    /// The heap.
+    Up,
+    /// The stack of the first thread; the others have theirs mapped as a whole.
+    Down,
 }
 
 /// Our memory map as the host has opened it, for where there is no `/proc`.
@@ -81,7 +93,11 @@ fn parse(line: &str) -> Option<Mapping> {
         end: u64::from_str_radix(end, 16).ok()?,
         code: rights.first() == Some(&b'r') && rights.get(2) == Some(&b'x'),
         writable: rights.get(1) == Some(&b'w'),
-        grows: name == "[heap]" || name == "[stack]",
+        grows: match name {
+            "[heap]" => Grows::Up,
+            "[stack]" => Grows::Down,
+            _ => Grows::No,
+        },
     })
 }
 
@@ -160,7 +176,7 @@ impl Region {
                 call: "ftruncate",
                 source,
             })?;
-        for base in candidates(&mappings()?, address) {
+        for base in candidates(&mappings()?, address, stack_room()) {
             if map_at(&memory, base)? {
                 return Ok(Self {
                     memory,
@@ -200,22 +216,35 @@ impl Region {
     }
 }
 
-/// Page addresses in the gaps around `address`, the nearest first.
-fn candidates(mappings: &[Mapping], address: u64) -> Vec<u64> {
-    let mut free_from = LOWEST;
-    let mut below_grows = false;
+/// How many bytes below the stack are left to it.
+fn stack_room() -> u64 {
+    let mut limit = libc::rlimit {
+        rlim_cur: libc::RLIM_INFINITY,
+        rlim_max: libc::RLIM_INFINITY,
+    };
+    // SAFETY: the call writes to nothing but `limit`; if it fails, the stack counts as unlimited.
+    unsafe { libc::getrlimit(libc::RLIMIT_STACK, &mut limit) };
+    limit.rlim_cur.clamp(LEAST_STACK_ROOM_BYTES, ROOM_BYTES)
+}
+
+/// Page addresses in the gaps around `address`, the nearest first; none in the `stack_room` bytes below the stack.
+fn candidates(mappings: &[Mapping], address: u64, stack_room: u64) -> Vec<u64> {
+    let mut low = LOWEST;
     let mut bases = Vec::new();
     for mapping in mappings {
-        let room = |grows: bool| if grows { ROOM_BYTES } else { 0 };
-        let low = free_from + room(below_grows);
-        let high = mapping.start.saturating_sub(room(mapping.grows));
+        let high = match mapping.grows {
+            Grows::Down => mapping.start.saturating_sub(stack_room),
+            _ => mapping.start,
+        };
         for step in STEPS {
             if low + step + REGION_BYTES <= high {
                 bases.extend([low + step, high - REGION_BYTES - step]);
             }
         }
-        free_from = mapping.end.max(free_from);
-        below_grows = mapping.grows;
+        low = match mapping.grows {
+            Grows::Up => mapping.end + ROOM_BYTES,
+            _ => mapping.end,
+        };
     }
     bases.retain(|base| base.abs_diff(address) <= REACH_BYTES);
     bases.sort_by_key(|base| base.abs_diff(address));
@@ -270,7 +299,7 @@ fn system(call: &'static str) -> HookError {
 mod tests {
     use super::*;
 
-    fn mapping(start: u64, end: u64, grows: bool) -> Mapping {
+    fn mapping(start: u64, end: u64, grows: Grows) -> Mapping {
         Mapping {
             start,
             end,
@@ -285,20 +314,20 @@ mod tests {
         let line = "7f12a000-7f12b000 r-xp 00000000 08:01 77 /usr/lib/libcuda.so.1";
         let mapping = parse(line).unwrap();
         assert_eq!((mapping.start, mapping.end), (0x7f12a000, 0x7f12b000));
-        assert!(mapping.code && !mapping.grows);
+        assert!(mapping.code && mapping.grows == Grows::No);
         let heap = parse("55d0-55f0 rw-p 00000000 00:00 0   [heap]").unwrap();
-        assert!(heap.grows && !heap.code);
+        assert!(heap.grows == Grows::Up && !heap.code);
     }
 
     #[test]
     fn the_nearest_free_page_comes_first_and_nothing_is_beyond_reach() {
         let code = 0x7000_0000_0000;
         let maps = [
-            mapping(code - 0x10_0000, code - 0x8_0000, false),
-            mapping(code - 0x1000, code + 0x5000, false),
-            mapping(code + (3 << 30), code + (4 << 30), false),
+            mapping(code - 0x10_0000, code - 0x8_0000, Grows::No),
+            mapping(code - 0x1000, code + 0x5000, Grows::No),
+            mapping(code + (3 << 30), code + (4 << 30), Grows::No),
         ];
-        let found = candidates(&maps, code);
+        let found = candidates(&maps, code, LEAST_STACK_ROOM_BYTES);
         assert_eq!(found[0], code - 0x2000);
         assert!(found.iter().all(|base| base.abs_diff(code) <= REACH_BYTES));
         assert!(found.contains(&(code + 0x5000)));
@@ -308,23 +337,51 @@ mod tests {
     fn room_for_heap_and_stack_is_left_alone() {
         let code = 0x7000_0000_0000;
         let maps = [
-            mapping(code, code + 0x1000, false),
-            mapping(code + 0x2000, code + 0x3000, true),
-            mapping(code + 0x8000, code + 0x9000, false),
-            mapping(code + 0x9000, code + 0xa000, false),
+            mapping(code, code + 0x1000, Grows::No),
+            mapping(code + 0x2000, code + 0x3000, Grows::Up),
+            mapping(code + 0x8000, code + 0x9000, Grows::No),
+            mapping(code + 0x9000, code + 0xa000, Grows::No),
         ];
-        assert!(candidates(&maps, code).iter().all(|&base| base < code));
+        assert!(
+            candidates(&maps, code, LEAST_STACK_ROOM_BYTES)
+                .iter()
+                .all(|&base| base < code)
+        );
+    }
+
+    #[test]
+    fn a_page_is_found_between_libraries_and_a_stack_that_is_not_far() {
+        // As seen: the libraries 30 GiB below the stack, and the driver's reservation of addresses right below them.
+        let code = 0x7ffc_0000_0000;
+        let stack = code + (30 << 30);
+        let maps = [
+            mapping(code - (16 << 30), code, Grows::No),
+            mapping(code, code + 0x8000, Grows::No),
+            mapping(stack, stack + 0x2_0000, Grows::Down),
+        ];
+        let found = candidates(&maps, code, LEAST_STACK_ROOM_BYTES);
+        assert_eq!(found[0], code + 0x8000);
+        assert!(
+            found
+                .iter()
+                .all(|base| base + REGION_BYTES <= stack - LEAST_STACK_ROOM_BYTES)
+        );
+        let unlimited = candidates(&maps, code, ROOM_BYTES);
+        assert!(unlimited.is_empty(), "{unlimited:x?}");
     }
 
     #[test]
     fn the_far_end_of_the_gap_above_the_heap_is_used() {
         let code = 0x7000_0000_0000;
         let maps = [
-            mapping(0x5500_0000_0000, 0x5500_0010_0000, true),
-            mapping(code, code + 0x1000, false),
-            mapping(code + 0x1000, code + 0x8000_0000, false),
+            mapping(0x5500_0000_0000, 0x5500_0010_0000, Grows::Up),
+            mapping(code, code + 0x1000, Grows::No),
+            mapping(code + 0x1000, code + 0x8000_0000, Grows::No),
         ];
-        assert_eq!(candidates(&maps, code)[0], code - REGION_BYTES);
+        assert_eq!(
+            candidates(&maps, code, LEAST_STACK_ROOM_BYTES)[0],
+            code - REGION_BYTES
+        );
     }
 
     #[test]
