@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use cmt_agent::bench::copier;
-use cmt_agent::commands::{attach, bench, detach, doctor, fleet, serve, status, trace};
+use cmt_agent::commands::{attach, bench, detach, doctor, fleet, serve, status, trace, tune};
 use cmt_agent::{keeper, pipe};
 
 #[cfg(feature = "fuzzing")]
@@ -24,6 +24,7 @@ enum Command {
     Attach(attach::Args),
     Detach(detach::Args),
     Status(status::Args),
+    Tune(tune::Args),
     Bench(bench::Args),
     Doctor(doctor::Args),
     Serve(serve::Args),
@@ -40,6 +41,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Attach(args) => attach::run(args),
         Command::Detach(args) => detach::run(args),
         Command::Status(args) => status::run(args),
+        Command::Tune(args) => tune::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Serve(args) => serve::run(args),
