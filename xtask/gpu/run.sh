@@ -78,9 +78,11 @@ for section in $sections; do
         ;;
     engine)
         "$bundle/engine" 1024 2>&1 | tee "$out/engine.txt"
+        [ "${PIPESTATUS[0]}" = 0 ] || fail "engine"
         ;;
     crowd | link | pair | rows | files | guard)
         "$bundle/engine" "$section" 1024 2>&1 | tee "$out/$section.txt"
+        [ "${PIPESTATUS[0]}" = 0 ] || fail "$section"
         ;;
     contract)
         contract
