@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 import harness
 
 # Layers, width, vocabulary.
-MODEL = {"full": (12, 1024, 50304), "small": (2, 64, 512)}
+MODEL = {"full": (8, 1024, 50304), "small": (2, 64, 512)}
 
 
 def shapes(layers, width, vocabulary):

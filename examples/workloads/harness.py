@@ -28,7 +28,7 @@ def options(doc, **more):
     parser = argparse.ArgumentParser(description=doc.split("\n")[0], epilog="Prints one JSON line.")
     parser.add_argument("--scale", choices=["small", "full"], default="full", help="small: a try, for any machine")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: no copies, timings mean nothing")
-    parser.add_argument("--budget", type=float, default=3.0, metavar="S", help="seconds to take samples for (at least one)")
+    parser.add_argument("--budget", type=float, default=2.0, metavar="S", help="seconds to take samples for, at least one (2)")
     parser.add_argument("--scratch", default=None, metavar="DIR", help="where prepared files are kept")
     for name, what in more.items():
         parser.add_argument("--" + name.replace("_", "-"), **what)
@@ -82,12 +82,12 @@ def settle(given):
 
 
 def timed(given, work):
-    """Seconds that `work` takes, from an idle device to an idle device."""
+    """Seconds that `work` takes, from an idle device to an idle device, and what it returns."""
     synchronize(given)
     before = time.perf_counter()
-    work()
+    made = work()
     synchronize(given)
-    return time.perf_counter() - before
+    return time.perf_counter() - before, made
 
 
 def sample(given, step, most):

@@ -2,6 +2,7 @@
 
 import html
 
+import table
 from figures import duration, rate, spread
 
 STYLE = """
@@ -37,7 +38,7 @@ SIDES = (("stock", "c0"), ("tuned", "c1"))
 def draw(report):
     gpu = report["machine"]["gpu"] or f"device {report['device']}"
     title = f"cmt workloads: {html.escape(gpu)}"
-    body = f"<h1>{title}</h1>\n{warnings(report)}{machine(report)}{method(report)}"
+    body = f"<h1>{title}</h1>\n<p>{table.summary(report)}</p>\n{warnings(report)}{machine(report)}{method(report)}"
     body += '<p class=legend><i class=c0></i>stock <i class=c1></i>tuned</p>\n<div class=charts>\n'
     body += "".join(chart(workload) for workload in report["workloads"])
     body += "</div>\n<h2>All figures</h2>\n" + "".join(section(workload) for workload in report["workloads"])
@@ -78,7 +79,7 @@ def machine(report):
 
 def method(report):
     return (
-        f"<p>Each workload ran {report['rounds']} times stock and {report['rounds']} times tuned, in turns, each time in a "
+        f"<p>Each workload ran {table.count(report['rounds'], 'time')} stock and as often tuned, in turns, each time in a "
         "process of its own. Bars are medians of all samples, lines go from the 10th to the 90th percentile. The interval of a "
         "speed-up holds 95&nbsp;% of those that come of drawing rounds, and samples within them, again. Faster or slower: by "
         "more than 3&nbsp;%, with 1 outside the interval, in every round. The data that was copied was compared.</p>\n"

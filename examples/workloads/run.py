@@ -275,6 +275,20 @@ def machine(given):
     return found
 
 
+def tune_first(given):
+    """Has cmt search for its plan before the first tuned run, which else would do it. It keeps what it found."""
+    if given.tuned_prefix is not None or given.profile or given.search == "instant":
+        return
+    say("cmt tune, once, so that no run has to search")
+    command = [given.cmt, "tune", "--quiet"] + (["--search", given.search] if given.search else [])
+    try:
+        code, _, err = run(command, 4 * given.timeout)
+        if code:
+            say(f"cmt tune: exit code {code}: {err.strip()[-300:]}; going on, each run will search by itself")
+    except Failure as failure:
+        say(f"cmt tune: {failure}; going on, each run will search by itself")
+
+
 def touch(given):
     gib = given.touch_gib
     if gib is None:
@@ -324,6 +338,7 @@ def main():
     scratch = given.scratch or tempfile.mkdtemp(prefix="cmt-workloads-")
     os.makedirs(scratch, exist_ok=True)
     try:
+        tune_first(given)
         touch(given)
         for name in given.names:
             found = measure(name, given, scratch)

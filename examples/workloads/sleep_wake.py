@@ -107,7 +107,7 @@ def main():
     harness.settle(given)
 
     def cycle():
-        return harness.timed(given, sleep), harness.timed(given, wake)
+        return harness.timed(given, sleep)[0], harness.timed(given, wake)[0]
 
     times = harness.sample(given, cycle, 3)
     for (name, _), weight, wanted in zip(qwen3.weights(given.scale), engine.weights, harness.expected(given, sizes)):

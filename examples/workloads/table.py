@@ -64,4 +64,8 @@ def below(report):
 def summary(report):
     verdicts = [workload["verdict"] for workload in report["workloads"]]
     counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts)]
-    return f"{len(verdicts)} workloads, {report['rounds']} rounds: {', '.join(counts) or 'nothing was run'}"
+    return f"{count(len(verdicts), 'workload')}, {count(report['rounds'], 'round')}: {', '.join(counts) or 'nothing was run'}"
+
+
+def count(number, what):
+    return f"{number} {what}{'s' * (number != 1)}"
