@@ -5,8 +5,9 @@ import statistics
 
 # A speed-up nearer to 1 than this is called noise whatever its interval: machines do not repeat themselves better.
 FLOOR = 0.03
-# Fewer samples on either side say nothing.
+# Fewer samples on either side, or fewer processes, say nothing: what differs between processes shows in no one of them.
 FEWEST = 3
+FEWEST_ROUNDS = 2
 RESAMPLES = 500
 # Of a round's samples, how many one resample draws at most.
 DRAWN = 50
@@ -61,7 +62,7 @@ def compare(stock, tuned):
     speedup = statistics.median(sides[0]) / statistics.median(sides[1])
     low, high = interval(stock, tuned)
     by_round = [statistics.median(a) / statistics.median(b) for a, b in whole]
-    if min(map(len, sides)) < FEWEST:
+    if min(map(len, sides)) < FEWEST or len(whole) < FEWEST_ROUNDS:
         verdict = "too few samples"
     elif speedup > 1 + FLOOR and low > 1 and min(by_round) > 1:
         verdict = "faster"

@@ -48,6 +48,8 @@ def scratch_file(given, name, size):
     """Path of a prepared file, in a folder that has room for it."""
     if given.scratch is None:
         refuse("needs --scratch DIR, a folder for the file that it loads (run.py makes one)")
+    if not os.path.isdir(given.scratch):
+        refuse(f"--scratch {given.scratch}: no such folder; nothing was run")
     path = os.path.join(given.scratch, f"{name}-{given.scale}")
     if not os.path.exists(path):
         stat = os.statvfs(given.scratch)
@@ -156,7 +158,8 @@ def digest(tensor):
     factors = kept("factors", device, lambda: torch.arange(CHUNK, dtype=torch.int64, device=device).mul_(2).add_(1))
     product = kept("product", device, lambda: torch.empty(CHUNK, dtype=torch.int64, device=device))
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for chunk in words.split(CHUNK):
+    for first in range(0, words.numel(), CHUNK):
+        chunk = words[first : first + CHUNK]
         count = chunk.numel()
         total = total * CARRY + torch.mul(chunk, factors[:count], out=product[:count]).sum()
     return total

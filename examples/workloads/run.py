@@ -86,6 +86,10 @@ def options():
         if name not in WORKLOADS:
             parser.error(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
     given.names = names
+    for path in (given.json, given.html):
+        folder = os.path.dirname(os.path.abspath(path)) if path and path != "-" else None
+        if folder and not os.access(folder, os.W_OK):
+            parser.error(f"{path}: cannot be written there; nothing was run")
     return given
 
 

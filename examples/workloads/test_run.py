@@ -80,11 +80,12 @@ class Figures(unittest.TestCase):
 
     def test_few_samples_say_nothing(self):
         self.assertEqual(figures.compare([[1.0], [1.0]], [[0.1], [0.1]])["verdict"], "too few samples")
+        self.assertEqual(figures.compare([[1.0] * 9], [[0.1] * 9])["verdict"], "too few samples")
         self.assertIsNone(figures.compare([[1.0]], []))
 
     def test_a_round_that_only_stock_made_is_left_out(self):
-        found = figures.compare([[1.0] * 3, [9.0] * 3], [[0.5] * 3])
-        self.assertEqual(found["speedup"], 2.0)
+        found = figures.compare([[1.0] * 3, [1.0] * 3, [9.0] * 3], [[0.5] * 3, [0.5] * 3])
+        self.assertEqual((found["speedup"], found["by_round"]), (2.0, [2.0, 2.0]))
 
     def test_times_have_three_digits_and_a_unit(self):
         shown = [figures.duration(seconds) for seconds in (12.34, 1.0, 0.99999, 0.0305, 0.0009999, 3.2e-6)]
@@ -285,6 +286,13 @@ class Run(unittest.TestCase):
         self.assertEqual(code, 0)
         self.assertEqual(err.count("preparing its file"), 1)
         self.assertTrue(os.path.exists(self.path("scratch/experts")))
+
+    def test_results_that_could_not_be_written_are_refused_before_anything_runs(self):
+        self.workload("tensor_to")
+        code, _, err, _ = self.run_it("tensor_to", "--html", self.path("nowhere/out.html"))
+        self.assertEqual(code, 2)
+        self.assertIn("nowhere/out.html: cannot be written there; nothing was run", err)
+        self.assertNotIn("round 1", err)
 
     def test_an_unknown_workload_is_a_usage_error(self):
         code, _, err, _ = self.run_it("tensor_two")
