@@ -70,7 +70,8 @@ def compare(stock, tuned):
         verdict = "slower"
     else:
         verdict = "within noise"
-    return {"speedup": speedup, "low": low, "high": high, "by_round": by_round, "verdict": verdict}
+    saved = statistics.median(sides[0]) - statistics.median(sides[1])
+    return {"speedup": speedup, "saved_s": saved, "low": low, "high": high, "by_round": by_round, "verdict": verdict}
 
 
 def duration(seconds):

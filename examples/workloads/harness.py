@@ -27,8 +27,12 @@ def options(doc, **more):
     """Reads the command line. `more`: further options, by name, with what argparse wants to know of them."""
     parser = argparse.ArgumentParser(description=doc.split("\n")[0], epilog="Prints one JSON line.")
     parser.add_argument("--scale", choices=["small", "full"], default="full", help="small: a try, for any machine")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: no copies, timings mean nothing")
-    parser.add_argument("--budget", type=float, default=2.0, metavar="S", help="seconds to take samples for, at least one (2)")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: no copies, timings mean nothing"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=2.0, metavar="S", help="seconds to take samples for, at least one (2)"
+    )
     parser.add_argument("--scratch", default=None, metavar="DIR", help="where prepared files are kept")
     for name, what in more.items():
         parser.add_argument("--" + name.replace("_", "-"), **what)
@@ -200,7 +204,13 @@ class Result:
     def series(self, name, samples, htod=0, dtoh=0, headline=False):
         """Seconds of one kind of step or event, and the bytes that one of them moves each way."""
         self.line["series"].append(
-            {"name": name, "seconds": samples, "htod_bytes": htod, "dtoh_bytes": dtoh, "headline": headline}
+            {
+                "name": name,
+                "seconds": [round(one, 9) for one in samples],
+                "htod_bytes": htod,
+                "dtoh_bytes": dtoh,
+                "headline": headline,
+            }
         )
 
     def check(self, what, found, wanted, size):

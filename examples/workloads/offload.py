@@ -68,7 +68,9 @@ def offload(model, given, result):
     try:
         import accelerate
     except ImportError:
-        result.line["reproduces"] = "accelerate cpu_offload: weight.to(device) before a layer's forward, dropped after it"
+        result.line["reproduces"] = (
+            "accelerate cpu_offload: weight.to(device) before a layer's forward, dropped after it"
+        )
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 weight = parameter.detach()

@@ -39,12 +39,12 @@ def draw(report):
     gpu = report["machine"]["gpu"] or f"device {report['device']}"
     title = f"cmt workloads: {html.escape(gpu)}"
     body = f"<h1>{title}</h1>\n<p>{table.summary(report)}</p>\n{warnings(report)}{machine(report)}{method(report)}"
-    body += '<p class=legend><i class=c0></i>stock <i class=c1></i>tuned</p>\n<div class=charts>\n'
+    body += "<p class=legend><i class=c0></i>stock <i class=c1></i>tuned</p>\n<div class=charts>\n"
     body += "".join(chart(workload) for workload in report["workloads"])
     body += "</div>\n<h2>All figures</h2>\n" + "".join(section(workload) for workload in report["workloads"])
     body += f"<p><small>examples/workloads/run.py, {html.escape(report['started'])}</small></p>\n"
     return (
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width\">\n"
+        '<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">\n'
         f"<title>{title}</title><style>{STYLE}</style>\n{body}</html>\n"
     )
 
@@ -72,9 +72,11 @@ def machine(report):
         "tuned with": report["tuned_with"] or "nothing: stock against stock",
         "scale": report["scale"],
     }
-    return "<dl>\n" + "".join(
-        f"<dt>{name}</dt><dd>{html.escape(str(what))}</dd>\n" for name, what in facts.items() if what
-    ) + "</dl>\n"
+    return (
+        "<dl>\n"
+        + "".join(f"<dt>{name}</dt><dd>{html.escape(str(what))}</dd>\n" for name, what in facts.items() if what)
+        + "</dl>\n"
+    )
 
 
 def method(report):
@@ -97,7 +99,9 @@ def chart(workload):
         longest = max(one[mode]["p90_s"] for mode, _ in SIDES)
         label = html.escape(one["name"])
         speedup = f"{one['speedup']:.2f}× {html.escape(one['verdict'])}"
-        drawn += f'<text x="0" y="{y + 16}">{label}</text><text x="{WIDTH}" y="{y + 16}" text-anchor="end">{speedup}</text>'
+        drawn += (
+            f'<text x="0" y="{y + 16}">{label}</text><text x="{WIDTH}" y="{y + 16}" text-anchor="end">{speedup}</text>'
+        )
         y += 22
         for mode, colour in SIDES:
             side = one[mode]

@@ -16,7 +16,7 @@ import platform
 import shlex
 import shutil
 import signal
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
@@ -24,6 +24,7 @@ import time
 import figures
 import page
 import table
+from process import Failure, run
 
 SCHEMA = "cmt/workloads/1"
 # Exit code of a workload that found wrong data itself.
@@ -53,10 +54,6 @@ threads = [threading.Thread(target=touch, args=(int(sys.argv[1]) << 28,)) for _ 
 """
 
 
-class Failure(Exception):
-    """One run of a workload did not end well; says why."""
-
-
 def options():
     parser = argparse.ArgumentParser(
         description="Runs workloads stock and tuned, in turns, and compares them.",
@@ -66,14 +63,22 @@ def options():
     parser.add_argument("--only", metavar="A,B", help="these workloads")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each workload, stock and tuned (3)")
     parser.add_argument("--scale", choices=["small", "full"], default="full", help="small: a try, for any machine")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to try it; timings mean nothing")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to try it; timings mean nothing"
+    )
     parser.add_argument("--cmt", default="cmt", metavar="PATH", help="the cmt to use")
     parser.add_argument("--search", choices=["instant", "fast", "full"], help="for cmt tune")
     parser.add_argument("--profile", metavar="FILE", help="for cmt tune")
-    parser.add_argument("--tuned-prefix", metavar="COMMAND", help="what goes before the tuned command, instead of cmt tune")
-    parser.add_argument("--json", metavar="FILE", help="writes the results there (- for standard output, instead of the table)")
+    parser.add_argument(
+        "--tuned-prefix", metavar="COMMAND", help="what goes before the tuned command, instead of cmt tune"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="writes the results there (- for standard output, instead of the table)"
+    )
     parser.add_argument("--html", metavar="FILE", help="writes a page there")
-    parser.add_argument("--scratch", metavar="DIR", help="keeps prepared files there (13 GB); else a folder that is removed")
+    parser.add_argument(
+        "--scratch", metavar="DIR", help="keeps prepared files there (13 GB); else a folder that is removed"
+    )
     parser.add_argument("--timeout", type=float, default=180, metavar="S", help="for one run of one workload (180)")
     parser.add_argument("--budget", type=float, metavar="S", help="seconds of samples in one run (each workload's own)")
     parser.add_argument("--touch-gib", type=int, metavar="N", help=f"memory to write to before ({TOUCH_GIB}; 0: none)")
@@ -103,45 +108,6 @@ def prefix(given, report):
     if given.profile:
         words += ["--profile", given.profile]
     return words + ["--"]
-
-
-def run(command, timeout):
-    """Exit code, standard output and standard error of a command, which is in a process group of its own.
-
-    It does not outlive this: Ctrl-C and the time limit end it with all its children.
-    """
-    try:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise Failure(f"{command[0]}: {error.strerror}") from None
-    try:
-        out, err = child.communicate(timeout=timeout)
-        return child.returncode, out, err
-    except subprocess.TimeoutExpired:
-        raise Failure(f"did not end within {timeout:.0f} s") from None
-    finally:
-        # Also what the command left running.
-        stop(child)
-
-
-def stop(child):
-    for number, patience in ((signal.SIGINT, 5), (signal.SIGKILL, 5)):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(patience)
-            if number == signal.SIGINT:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGKILL)
-            return
 
 
 def result_of(code, out, err):
@@ -189,7 +155,9 @@ def measure(name, given, scratch):
             say(f"{name}: preparing its file")
             code, _, err = run(script + ["--prepare"], 4 * given.timeout)
             if code:
-                raise Failure(f"preparing: exit code {code}: {(err.strip().splitlines() or ['it said nothing'])[-1][:300]}")
+                raise Failure(
+                    f"preparing: exit code {code}: {(err.strip().splitlines() or ['it said nothing'])[-1][:300]}"
+                )
         for index in range(given.rounds):
             for mode in runs:
                 report = os.path.join(scratch, f"tune-{name}-{index}.json")
@@ -229,14 +197,24 @@ def judge(found):
         series.append(
             {key: one[key] for key in ("name", "headline", "htod_bytes", "dtoh_bytes")}
             | {mode: figures.summary(sides[mode]) for mode in sides}
-            | (both or {"speedup": None, "low": None, "high": None, "by_round": [], "verdict": "not compared"})
+            | (
+                both
+                or {
+                    "speedup": None,
+                    "saved_s": None,
+                    "low": None,
+                    "high": None,
+                    "by_round": [],
+                    "verdict": "not compared",
+                }
+            )
         )
     notes = list(lines[0]["notes"]) if lines else []
     outputs = {line.get("outputs") for line in lines}
     if len(outputs) > 1:
         notes.append("results of arithmetic differ between runs, which may have reasons other than copies")
-    if found["reports"] and runs["tuned"] and not any(found["tune"]):
-        notes.append("cmt wrote no report of the tuned runs: nothing shows that they were tuned")
+    if found["reports"] and runs["tuned"]:
+        notes.append(staged(found["tune"]))
     headline = next((one for one in series if one["headline"]), None)
     verdict = headline["verdict"] if headline else "not compared"
     slower = [one["name"] for one in series if one["verdict"] == "slower" and one is not headline]
@@ -264,9 +242,27 @@ def judge(found):
     }
 
 
+def staged(reports):
+    """What cmt says that it did in the tuned runs."""
+    reports = [report for report in reports if report and report.get("schema") == "cmt/run/1"]
+    if not reports:
+        return "cmt wrote no report of the tuned runs: nothing shows that they were tuned"
+    total = statistics.median(sum(side["bytes"] for side in report["staged"]) for report in reports)
+    errors = sum(report["errors"] for report in reports)
+    if not total:
+        return "cmt staged nothing in the tuned runs: they were no different from stock"
+    return f"cmt staged {total / 1e9:.2f} GB in a tuned run" + (f", WITH {errors} ERRORS" if errors else "")
+
+
 def machine(given):
     """Where this ran."""
-    found = {"gpu": None, "driver": None, "cpus": len(os.sched_getaffinity(0)), "kernel": platform.release(), "cmt": None}
+    found = {
+        "gpu": None,
+        "driver": None,
+        "cpus": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "cmt": None,
+    }
     found["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     found["python"] = platform.python_version()
     if given.device == "cuda":

@@ -37,7 +37,8 @@ class Engine(nn.Module):
     def __init__(self, shapes, device):
         super().__init__()
         self.weights = nn.ParameterList(
-            nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device=device), requires_grad=False) for shape in shapes
+            nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device=device), requires_grad=False)
+            for shape in shapes
         )
 
 
@@ -89,7 +90,9 @@ def by_vllm(engine, device, pinned):
 
 
 def main():
-    given = harness.options(__doc__, like=dict(choices=list(REPRODUCES), default="module", help="which engine's copies"))
+    given = harness.options(
+        __doc__, like=dict(choices=list(REPRODUCES), default="module", help="which engine's copies")
+    )
     result = harness.Result(given, reproduces=REPRODUCES[given.like])
     engine = Engine([shape for _, shape in qwen3.weights(given.scale)], given.device)
     sizes, start = [], 0

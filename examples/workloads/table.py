@@ -5,7 +5,14 @@ import textwrap
 from figures import duration, spread
 
 WIDTH = 80
-VERDICTS = {"faster": "faster", "slower": "SLOWER", "within noise": "noise", "too few samples": "few", "not compared": "-", "WRONG DATA": "WRONG"}
+VERDICTS = {
+    "faster": "faster",
+    "slower": "SLOWER",
+    "within noise": "noise",
+    "too few samples": "few",
+    "not compared": "-",
+    "WRONG DATA": "WRONG",
+}
 
 
 def draw(report):
@@ -21,7 +28,13 @@ def draw(report):
 
 def machine(report):
     there = report["machine"]
-    gpu = f"{there['gpu']}, driver {there['driver']}" if there["gpu"] else "no GPU" if report["device"] == "cpu" else "GPU unknown"
+    gpu = (
+        f"{there['gpu']}, driver {there['driver']}"
+        if there["gpu"]
+        else "no GPU"
+        if report["device"] == "cpu"
+        else "GPU unknown"
+    )
     lines = [f"{gpu}; {there['cpus']} CPUs, Linux {there['kernel']}"]
     lines += [f"tuned with: {report['tuned_with'] or 'nothing (stock against stock)'}"]
     return [line for text in lines for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")]

@@ -40,7 +40,7 @@ FAKE_CMT = """#!/bin/sh
 echo "$@" >> "$(dirname "$0")/called"
 case "$*" in *" -- "*) ;; *) exit 0 ;; esac
 while [ "$1" != -- ]; do
-    [ "$1" = --json ] && echo '{"schema": "cmt/tune/1"}' > "$2"
+    [ "$1" = --json ] && echo '{"schema": "cmt/run/1", "staged": [{"bytes": 3000000000}, {"bytes": 0}], "errors": 0}' > "$2"
     shift
 done
 shift
@@ -166,12 +166,15 @@ class Run(unittest.TestCase):
             self.assertIn("WRONG DATA", file.read())
 
     def test_other_data_in_one_round_is_wrong_data(self):
-        self.workload("tensor_to", f"""
-            flag = {self.path('once')!r}
+        self.workload(
+            "tensor_to",
+            f"""
+            flag = {self.path("once")!r}
             if tuned and not os.path.exists(flag):
                 open(flag, "w").close()
                 line["checksum"] = "other"
-        """)
+        """,
+        )
         code, _, _, report = self.run_it("tensor_to")
         self.assertEqual((code, report["workloads"][0]["verdict"]), (1, "WRONG DATA"))
 
@@ -197,13 +200,16 @@ class Run(unittest.TestCase):
         self.assertEqual(report["workloads"][0]["series"][0]["stock"]["samples"], 3)
 
     def test_a_workload_that_hangs_is_ended_with_its_children(self):
-        self.workload("tensor_to", f"""
+        self.workload(
+            "tensor_to",
+            f"""
             import subprocess
             child = subprocess.Popen(["sh", "-c", "trap '' INT; exec sleep 600"])
             time.sleep(0.5)  # until it ignores Ctrl-C
-            open({self.path('child')!r}, "w").write(str(child.pid))
+            open({self.path("child")!r}, "w").write(str(child.pid))
             time.sleep(600)
-        """)
+        """,
+        )
         code, out, _, _ = self.run_it("tensor_to", "--timeout", "2")
         self.assertEqual(code, 1)
         self.assertIn("did not end within 2 s", out)
@@ -224,12 +230,15 @@ class Run(unittest.TestCase):
 
     def test_ctrl_c_keeps_what_there_is(self):
         self.workload("tensor_to")
-        self.workload("offload", f"""
+        self.workload(
+            "offload",
+            f"""
             if tuned:
-                open({self.path('child.part')!r}, "w").write(str(os.getpid()))
-                os.rename({self.path('child.part')!r}, {self.path('child')!r})
+                open({self.path("child.part")!r}, "w").write(str(os.getpid()))
+                os.rename({self.path("child.part")!r}, {self.path("child")!r})
                 time.sleep(600)
-        """)
+        """,
+        )
         running = subprocess.Popen(
             self.command("tensor_to,offload,checkpoint"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -259,10 +268,12 @@ class Run(unittest.TestCase):
         self.assertEqual(code, 0, out)
         called = self.called()
         self.assertEqual(len(called), 3)
-        self.assertRegex(called[0], r"^tune --quiet --json \S+ --search instant --profile h200.json -- \S+python\S* \S+tensor_to.py ")
-        self.assertEqual(report["workloads"][0]["tune"], [{"schema": "cmt/tune/1"}] * 3)
+        self.assertRegex(
+            called[0], r"^tune --quiet --json \S+ --search instant --profile h200.json -- \S+python\S* \S+tensor_to.py "
+        )
+        self.assertEqual([one["schema"] for one in report["workloads"][0]["tune"]], ["cmt/run/1"] * 3)
         self.assertEqual(report["machine"]["cmt"], "cmt 0.0.0")
-        self.assertNotIn("cmt wrote no report", out)
+        self.assertIn("cmt staged 3.00 GB in a tuned run", out)
 
         code, out, _, _ = self.run_it("tensor_to", "--cmt", self.path("cmt"), "--search", "full", prefix=None)
         called = self.called()[3:]
@@ -276,6 +287,13 @@ class Run(unittest.TestCase):
         self.workload("tensor_to")
         _, out, _, _ = self.run_it("tensor_to", prefix="env TUNED=1 JSON={json}")
         self.assertIn("cmt wrote no report", out)
+
+    def test_a_cmt_that_staged_nothing_is_told_of(self):
+        self.assertIn(
+            "no different from stock", run.staged([{"schema": "cmt/run/1", "staged": [{"bytes": 0}], "errors": 0}])
+        )
+        broken = {"schema": "cmt/run/1", "staged": [{"bytes": 10**9}], "errors": 2}
+        self.assertEqual(run.staged([broken, None]), "cmt staged 1.00 GB in a tuned run, WITH 2 ERRORS")
 
     def test_no_cmt_is_said_before_anything_runs(self):
         code, out, err, report = self.run_it("tensor_to", "--cmt", "/nowhere/cmt", prefix=None)

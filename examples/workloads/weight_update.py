@@ -18,7 +18,9 @@ import torch
 import harness
 import qwen3
 
-REPRODUCES = "vLLM/SGLang weight loading: safetensors safe_open (mmap), parameter.data.copy_(tensor) into merged parameters"
+REPRODUCES = (
+    "vLLM/SGLang weight loading: safetensors safe_open (mmap), parameter.data.copy_(tensor) into merged parameters"
+)
 
 
 def sizes(scale):
@@ -98,7 +100,9 @@ def main():
     for (name, _, _), right in zip(found, wanted):
         result.check(name, harness.digest(places[name]), right, places[name].nbytes)
     result.series("one weight update", times, htod=total, headline=True)
-    result.note(f"{total / 1e9:.2f} GB in {len(places)} tensors of a file on {harness.filesystem(path)}, in the page cache")
+    result.note(
+        f"{total / 1e9:.2f} GB in {len(places)} tensors of a file on {harness.filesystem(path)}, in the page cache"
+    )
     result.print()
 
 
