@@ -7,7 +7,7 @@ import statistics
 FLOOR = 0.03
 # Fewer samples on either side, or fewer processes, say nothing: what differs between processes shows in no one of them.
 FEWEST = 3
-FEWEST_ROUNDS = 2
+FEWEST_ROUNDS = 3
 RESAMPLES = 500
 # Of a round's samples, how many one resample draws at most.
 DRAWN = 50
@@ -53,7 +53,11 @@ def interval(stock, tuned):
 
 
 def compare(stock, tuned):
-    """Speed-up of tuned over stock, from the samples of as many rounds of each; None if one has none."""
+    """Speed-up of tuned over stock, from the samples of as many rounds of each; None if one has none.
+
+    It is faster or slower if every round of the one side was faster than every round of the other: were there only
+    noise, three rounds of each would come out like that one time in ten. The rest is to make that rarer.
+    """
     whole = [(a, b) for a, b in zip(stock, tuned) if a and b]
     if not whole:
         return None
@@ -61,12 +65,13 @@ def compare(stock, tuned):
     sides = [[seconds for one in side for seconds in one] for side in (stock, tuned)]
     speedup = statistics.median(sides[0]) / statistics.median(sides[1])
     low, high = interval(stock, tuned)
-    by_round = [statistics.median(a) / statistics.median(b) for a, b in whole]
+    medians = [[statistics.median(one) for one in side] for side in (stock, tuned)]
+    by_round = [a / b for a, b in zip(*medians)]
     if min(map(len, sides)) < FEWEST or len(whole) < FEWEST_ROUNDS:
         verdict = "too few samples"
-    elif speedup > 1 + FLOOR and low > 1 and min(by_round) > 1:
+    elif speedup > 1 + FLOOR and low > 1 and max(medians[1]) < min(medians[0]):
         verdict = "faster"
-    elif speedup < 1 - FLOOR and high < 1 and max(by_round) < 1:
+    elif speedup < 1 - FLOOR and high < 1 and min(medians[1]) > max(medians[0]):
         verdict = "slower"
     else:
         verdict = "within noise"

@@ -84,7 +84,7 @@ def method(report):
         f"<p>Each workload ran {table.count(report['rounds'], 'time')} stock and as often tuned, in turns, each time in a "
         "process of its own. Bars are medians of all samples, lines go from the 10th to the 90th percentile. The interval of a "
         "speed-up holds 95&nbsp;% of those that come of drawing rounds, and samples within them, again. Faster or slower: by "
-        "more than 3&nbsp;%, with 1 outside the interval, in every round. The data that was copied was compared.</p>\n"
+        "more than 3&nbsp;%, with 1 outside the interval, and each round of one side faster than each of the other. The data that was copied was compared.</p>\n"
     )
 
 

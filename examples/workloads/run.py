@@ -284,9 +284,13 @@ def tune_first(given):
     try:
         code, _, err = run(command, 4 * given.timeout)
         if code:
-            say(f"cmt tune: exit code {code}: {err.strip()[-300:]}; going on, each run will search by itself")
+            say(f"cmt tune: exit code {code}: {first_line(err)}; going on, each run searches by itself")
     except Failure as failure:
-        say(f"cmt tune: {failure}; going on, each run will search by itself")
+        say(f"cmt tune: {failure}; going on, each run searches by itself")
+
+
+def first_line(text):
+    return (text.strip().splitlines() or ["it said nothing"])[0][:300]
 
 
 def touch(given):
