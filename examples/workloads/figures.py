@@ -13,6 +13,16 @@ RESAMPLES = 500
 DRAWN = 50
 
 
+NOT_COMPARED = {
+    "speedup": None,
+    "saved_s": None,
+    "low": None,
+    "high": None,
+    "by_round": [],
+    "verdict": "not compared",
+}
+
+
 def quantile(samples, part):
     """Linear between neighbours, as numpy has it."""
     ordered = sorted(samples)
@@ -53,14 +63,14 @@ def interval(stock, tuned):
 
 
 def compare(stock, tuned):
-    """Speed-up of tuned over stock, from the samples of as many rounds of each; None if one has none.
+    """Speed-up of tuned over stock, from the samples of as many rounds of each.
 
     It is faster or slower if every round of the one side was faster than every round of the other: were there only
     noise, three rounds of each would come out like that one time in ten. The rest is to make that rarer.
     """
     whole = [(a, b) for a, b in zip(stock, tuned) if a and b]
     if not whole:
-        return None
+        return NOT_COMPARED
     stock, tuned = [list(side) for side in zip(*whole)]
     sides = [[seconds for one in side for seconds in one] for side in (stock, tuned)]
     speedup = statistics.median(sides[0]) / statistics.median(sides[1])

@@ -127,7 +127,9 @@ def result_of(code, out, err):
     last = err.strip().splitlines()[-1:] or ["it said nothing"]
     if code == 0:
         raise Failure("exit code 0, but no result on standard output")
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    how = f"exit code {code}"
+    if code < 0:
+        how = f"ended by signal {-code} ({signal.strsignal(-code) or 'unknown'})"
     raise Failure(f"{how}: {last[0][:300]}")
 
 
@@ -162,6 +164,8 @@ def measure(name, given, scratch):
             for mode in runs:
                 report = os.path.join(scratch, f"tune-{name}-{index}.json")
                 command = prefix(given, report) + script if mode == "tuned" else script
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(report)
                 before = time.monotonic()
                 try:
                     line = result_of(*run(command, given.timeout))
@@ -193,21 +197,10 @@ def judge(found):
             mode: [other["seconds"] for line in runs[mode] for other in line["series"] if other["name"] == one["name"]]
             for mode in runs
         }
-        both = figures.compare(sides["stock"], sides["tuned"])
         series.append(
             {key: one[key] for key in ("name", "headline", "htod_bytes", "dtoh_bytes")}
             | {mode: figures.summary(sides[mode]) for mode in sides}
-            | (
-                both
-                or {
-                    "speedup": None,
-                    "saved_s": None,
-                    "low": None,
-                    "high": None,
-                    "by_round": [],
-                    "verdict": "not compared",
-                }
-            )
+            | figures.compare(sides["stock"], sides["tuned"])
         )
     notes = list(lines[0]["notes"]) if lines else []
     outputs = {line.get("outputs") for line in lines}

@@ -89,7 +89,7 @@ class Figures(unittest.TestCase):
     def test_few_samples_say_nothing(self):
         self.assertEqual(figures.compare([[1.0], [1.0]], [[0.1], [0.1]])["verdict"], "too few samples")
         self.assertEqual(figures.compare([[1.0] * 9] * 2, [[0.1] * 9] * 2)["verdict"], "too few samples")
-        self.assertIsNone(figures.compare([[1.0]], []))
+        self.assertEqual(figures.compare([[1.0]], []), figures.NOT_COMPARED)
 
     def test_a_round_that_only_stock_made_is_left_out(self):
         found = figures.compare([[1.0] * 3, [1.0] * 3, [9.0] * 3], [[0.5] * 3, [0.5] * 3])
@@ -200,7 +200,7 @@ class Run(unittest.TestCase):
         self.assertEqual([one["verdict"] for one in report["workloads"]], ["failed", "failed", "failed", "faster"])
         errors = [one["error"] for one in report["workloads"]]
         self.assertEqual(errors[0], "tuned, round 1: exit code 1: cudaErrorTeapot")
-        self.assertIn("signal SIGSEGV", errors[1])
+        self.assertIn("ended by signal 11 (Segmentation fault)", errors[1])
         self.assertIn("no result", errors[2])
         self.assertIn("offload", out)
         self.assertEqual(report["workloads"][0]["series"][0]["stock"]["samples"], 3)
@@ -289,9 +289,14 @@ class Run(unittest.TestCase):
         with open(self.path("called")) as file:
             return file.read().splitlines()
 
-    def test_a_cmt_that_reports_nothing_is_told_of(self):
+    def test_a_cmt_that_reports_nothing_is_told_of_even_if_an_earlier_one_did(self):
         self.workload("tensor_to")
-        _, out, _, _ = self.run_it("tensor_to", prefix="env TUNED=1 JSON={json}")
+        os.mkdir(self.path("scratch"))
+        for index in range(3):
+            with open(self.path(f"scratch/tune-tensor_to-{index}.json"), "w") as file:
+                file.write('{"schema": "cmt/run/1", "staged": [], "errors": 0}')
+        more = ("--scratch", self.path("scratch"))
+        _, out, _, _ = self.run_it("tensor_to", *more, prefix="env TUNED=1 JSON={json}")
         self.assertIn("cmt wrote no report", out)
 
     def test_a_cmt_that_staged_nothing_is_told_of(self):
