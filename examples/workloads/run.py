@@ -124,13 +124,18 @@ def result_of(code, out, err):
     if code == WRONG_DATA and found:
         found["wrong"] = found.get("wrong") or ["exit code 3"]
         return found
-    last = err.strip().splitlines()[-1:] or ["it said nothing"]
     if code == 0:
         raise Failure("exit code 0, but no result on standard output")
     how = f"exit code {code}"
     if code < 0:
         how = f"ended by signal {-code} ({signal.strsignal(-code) or 'unknown'})"
-    raise Failure(f"{how}: {last[0][:300]}")
+    raise Failure(f"{how}: {told(err)}")
+
+
+def told(err):
+    """The line of standard error that says what is wrong: one that says so, else the last."""
+    lines = err.strip().splitlines() or ["it said nothing"]
+    return next((line for line in lines if line.startswith(("error:", "cmt:"))), lines[-1])[:300]
 
 
 def tune_report(path):
@@ -157,9 +162,7 @@ def measure(name, given, scratch):
             say(f"{name}: preparing its file")
             code, _, err = run(script + ["--prepare"], 4 * given.timeout)
             if code:
-                raise Failure(
-                    f"preparing: exit code {code}: {(err.strip().splitlines() or ['it said nothing'])[-1][:300]}"
-                )
+                raise Failure(f"preparing: exit code {code}: {told(err)}")
         for index in range(given.rounds):
             for mode in runs:
                 report = os.path.join(scratch, f"tune-{name}-{index}.json")
@@ -268,22 +271,21 @@ def machine(given):
     return found
 
 
-def tune_first(given):
-    """Has cmt search for its plan before the first tuned run, which else would do it. It keeps what it found."""
-    if given.tuned_prefix is not None or given.profile or given.search == "instant":
+def try_first(given, scratch):
+    """Runs a program that does nothing as a tuned one: what is wrong shows before anything is measured, and a search for
+    the plan, which cmt keeps, is in no run that is."""
+    command = prefix(given, os.path.join(scratch, "tune-first.json"))
+    if not command:
         return
-    say("cmt tune, once, so that no run has to search")
-    command = [given.cmt, "tune", "--quiet"] + (["--search", given.search] if given.search else [])
+    say(f"trying {shlex.join(command)}, which may search for a plan")
     try:
-        code, _, err = run(command, 4 * given.timeout)
+        code, _, err = run([*command, sys.executable, "-c", ""], 4 * given.timeout)
         if code:
-            say(f"cmt tune: exit code {code}: {first_line(err)}; going on, each run searches by itself")
+            raise Failure(f"exit code {code}: {told(err)}")
     except Failure as failure:
-        say(f"cmt tune: {failure}; going on, each run searches by itself")
-
-
-def first_line(text):
-    return (text.strip().splitlines() or ["it said nothing"])[0][:300]
+        sys.exit(
+            f"run.py: {shlex.join(command)} cannot run even a program that does nothing: {failure}; nothing was run"
+        )
 
 
 def touch(given):
@@ -335,7 +337,7 @@ def main():
     scratch = given.scratch or tempfile.mkdtemp(prefix="cmt-workloads-")
     os.makedirs(scratch, exist_ok=True)
     try:
-        tune_first(given)
+        try_first(given, scratch)
         touch(given)
         for name in given.names:
             found = measure(name, given, scratch)

@@ -38,7 +38,7 @@ sys.exit(code)
 FAKE_CMT = """#!/bin/sh
 [ "$1" = --version ] && { echo cmt 0.0.0; exit 0; }
 echo "$@" >> "$(dirname "$0")/called"
-case "$*" in *" -- "*) ;; *) exit 0 ;; esac
+case "$*" in *nonsense*) printf "error: no such search\\n\\nTry --help.\\n" >&2; exit 2 ;; esac
 while [ "$1" != -- ]; do
     [ "$1" = --json ] && echo '{"schema": "cmt/run/1", "staged": [{"bytes": 3000000000}, {"bytes": 0}], "errors": 0}' > "$2"
     shift
@@ -266,14 +266,14 @@ class Run(unittest.TestCase):
 
     def test_cmt_gets_its_options_and_its_report_is_kept(self):
         self.workload("tensor_to")
-        with open(self.path("cmt"), "w") as file:
-            file.write(FAKE_CMT)
-        os.chmod(self.path("cmt"), 0o755)
+        self.cmt()
         more = ("--cmt", self.path("cmt"), "--search", "instant", "--profile", "h200.json")
         code, out, _, report = self.run_it("tensor_to", *more, prefix=None)
         self.assertEqual(code, 0, out)
         called = self.called()
-        self.assertEqual(len(called), 3)
+        # Once with a program that does nothing, so that no workload has to search.
+        self.assertEqual(len(called), 4)
+        self.assertTrue(called.pop(0).endswith(" -c "), called)
         self.assertRegex(
             called[0], r"^tune --quiet --json \S+ --search instant --profile h200.json -- \S+python\S* \S+tensor_to.py "
         )
@@ -281,9 +281,21 @@ class Run(unittest.TestCase):
         self.assertEqual(report["machine"]["cmt"], "cmt 0.0.0")
         self.assertIn("cmt staged 3.00 GB in a tuned run", out)
 
-        code, out, _, _ = self.run_it("tensor_to", "--cmt", self.path("cmt"), "--search", "full", prefix=None)
-        called = self.called()[3:]
-        self.assertEqual((code, len(called), called[0]), (0, 4, "tune --quiet --search full"))
+    def test_a_cmt_that_cannot_run_anything_is_said_before_anything_runs(self):
+        self.workload("tensor_to")
+        self.cmt()
+        more = ("--cmt", self.path("cmt"), "--profile", "nonsense")
+        code, out, err, report = self.run_it("tensor_to", *more, prefix=None)
+        self.assertEqual((code, out, report), (1, "", None))
+        self.assertRegex(
+            err, "cannot run even a program that does nothing: exit code 2: error: no such search; nothing was run"
+        )
+        self.assertNotIn("round 1", err)
+
+    def cmt(self):
+        with open(self.path("cmt"), "w") as file:
+            file.write(FAKE_CMT)
+        os.chmod(self.path("cmt"), 0o755)
 
     def called(self):
         with open(self.path("called")) as file:
