@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs on a machine with an NVIDIA GPU, as root, from the project's folder, after `cargo xtask gpu` has made the bundle:
 #
-#     xtask/gpu/run.sh [facts] [engine] [crowd] [link] [pair] [rows] [files] [guard] [contract] [mps] [trace] [launch] [pytorch] [static] [pause] [bench]     (all of them by default)
+#     xtask/gpu/run.sh [facts] [engine] [crowd] [link] [pair] [rows] [files] [guard] [contract] [mps] [trace] [launch] [tune] [workloads] [pytorch] [static] [pause] [bench]     (all of them by default)
 #
 # Ends with a short table. Needs nvcc and PyTorch there, but no Rust.
 set -uo pipefail
@@ -12,7 +12,7 @@ out=${OUT:-/tmp/cmt-gpu}
 mkdir -p "$out"
 summary=$out/summary.txt
 : > "$summary"
-sections=${*:-facts engine crowd link pair rows files guard contract mps trace launch pytorch static pause bench}
+sections=${*:-facts engine crowd link pair rows files guard contract mps trace launch tune workloads pytorch static pause bench}
 export LD_LIBRARY_PATH="$PWD/$bundle/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 say() { printf '%s\n' "$*" | tee -a "$summary"; }
@@ -68,6 +68,8 @@ story() {
 . xtask/gpu/trace.sh
 # shellcheck source=xtask/gpu/launch.sh
 . xtask/gpu/launch.sh
+# shellcheck source=xtask/gpu/workloads.sh
+. xtask/gpu/workloads.sh
 
 say "hardware: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader), $(nproc) CPUs, Linux $(uname -r)"
 for section in $sections; do
@@ -93,8 +95,8 @@ for section in $sections; do
     trace)
         trace
         ;;
-    launch)
-        launch
+    launch | tune | workloads)
+        "$section"
         ;;
     pytorch)
         python3 examples/pytorch_loop.py --seconds 90 > "$out/pytorch.log" 2>&1 &
