@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use cmt_agent::bench::copier;
-use cmt_agent::commands::{attach, bench, detach, doctor, fleet, serve, status, trace};
+use cmt_agent::commands::{attach, bench, detach, doctor, fleet, serve, status, trace, tune};
 use cmt_agent::{keeper, pipe};
 
 #[cfg(feature = "fuzzing")]
@@ -25,6 +25,7 @@ enum Command {
     Detach(detach::Args),
     Status(status::Args),
     Bench(bench::Args),
+    Tune(tune::Args),
     Doctor(doctor::Args),
     Serve(serve::Args),
     Fleet(fleet::Args),
@@ -41,6 +42,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Detach(args) => detach::run(args),
         Command::Status(args) => status::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::Tune(args) => tune::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Serve(args) => serve::run(args),
         Command::Fleet(args) => fleet::run(args),

@@ -97,7 +97,7 @@ fn carry_out(
                 .store(now.as_nanos() as u64, Ordering::Relaxed);
             control.state.store(state::ENABLED, Ordering::Release);
         }
-        command::SET_PLAN => route::set_plan(plan(control)),
+        command::SET_PLAN => route::set_plan(control, plan(control)),
         command::DISABLE => {
             if !route::disable(DRAIN_LIMIT) {
                 return Err("copies in flight did not come back".to_owned());

@@ -8,3 +8,4 @@ pub mod fleet;
 pub mod serve;
 pub mod status;
 pub mod trace;
+pub mod tune;

@@ -1,0 +1,113 @@
+//! `cmt tune`: the best plan for this machine, and programs that run by it.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use anyhow::ensure;
+use serde::Serialize;
+
+use crate::output_file::OutputFile;
+use crate::pipe;
+use crate::profile::File;
+use crate::tune::{self, From, Kind, Tuned, Wish};
+
+/// Find the best plan for this machine, and run a command by it
+#[derive(clap::Args)]
+pub struct Args {
+    /// What to spend on the plan
+    #[arg(long, value_enum, value_name = "KIND", default_value = "fast")]
+    search: Kind,
+    /// Take the plan in this file, and search for none
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["search", "fresh"])]
+    profile: Option<PathBuf>,
+    /// Write the plan as a profile
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
+    /// Measure although this machine has been measured before
+    #[arg(long)]
+    fresh: bool,
+    /// Show no progress, and say nothing of the gain
+    #[arg(long)]
+    quiet: bool,
+    /// Write one JSON object (cmt/tune/1) to FILE; to stdout where none is named and no command runs
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    json: Option<Option<PathBuf>>,
+    /// Command to run by the plan
+    #[arg(last = true)]
+    command: Vec<OsString>,
+}
+
+/// What `--json` writes.
+#[derive(Serialize)]
+struct Object<'a> {
+    schema: &'static str,
+    search: Kind,
+    from: &'a From,
+    took_s: f64,
+    interrupted: bool,
+    threads: u32,
+    cached: Option<&'a PathBuf>,
+    saved: Option<&'a PathBuf>,
+    notes: &'a [String],
+    profile: &'a File,
+}
+
+/// Finds a plan, and runs the command by it or shows it.
+pub fn run(args: Args) -> anyhow::Result<()> {
+    ensure!(
+        args.command.is_empty() || args.json != Some(None),
+        "--json needs a FILE where a command runs, whose stdout is its own; nothing was done"
+    );
+    const UNTOUCHED: &str = "nothing was measured";
+    let save = args
+        .save
+        .as_deref()
+        .map(|path| OutputFile::open(path, UNTOUCHED))
+        .transpose()?;
+    let json = match (&args.json, args.command.is_empty()) {
+        (Some(Some(path)), true) => Some(OutputFile::open(path, UNTOUCHED)?),
+        _ => None,
+    };
+    let tuned = tune::tune(&Wish {
+        kind: args.search,
+        profile: args.profile.as_deref(),
+        fresh: args.fresh,
+        quiet: args.quiet,
+    })?;
+    if let Some(save) = save {
+        save.write(&tuned.file.to_text())?;
+    }
+    if !args.command.is_empty() {
+        for note in &tuned.notes {
+            eprintln!("cmt: {note}");
+        }
+        ensure!(!tuned.interrupted, "interrupted before {} was started", args.command[0].display());
+        anyhow::bail!("{} cannot be started by this build", args.command[0].display());
+    }
+    match (json, &args.json) {
+        (Some(file), _) => file.write(&object(&args, &tuned)?)?,
+        (None, Some(_)) => return pipe::print(&object(&args, &tuned)?),
+        (None, None) => {}
+    }
+    let mut text = tune::text(&tuned);
+    if let Some(path) = &args.save {
+        text += &format!("\nsaved in {}\n", path.display());
+    }
+    pipe::print(&text)
+}
+
+fn object(args: &Args, tuned: &Tuned) -> anyhow::Result<String> {
+    let object = Object {
+        schema: "cmt/tune/1",
+        search: tuned.kind,
+        from: &tuned.from,
+        took_s: tuned.took.as_secs_f64(),
+        interrupted: tuned.interrupted,
+        threads: tuned.threads,
+        cached: tuned.cached.as_ref(),
+        saved: args.save.as_ref(),
+        notes: &tuned.notes,
+        profile: &tuned.file,
+    };
+    Ok(serde_json::to_string(&object)? + "\n")
+}
