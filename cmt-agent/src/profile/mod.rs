@@ -360,14 +360,15 @@ impl Row {
     }
 }
 
+/// One line of 77 columns at most.
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.up_to_bytes {
-            0x100_0000_0000.. => write!(f, "{:<17}", "all others")?,
+            0x100_0000_0000.. => write!(f, "{:<15}", "all others")?,
             up_to if (up_to + 1).is_power_of_two() => {
-                write!(f, "{:<17}", format!("below {}", bytes(up_to + 1)))?;
+                write!(f, "{:<15}", format!("below {}", bytes(up_to + 1)))?;
             }
-            up_to => write!(f, "{:<17}", format!("up to {}", bytes(up_to)))?,
+            up_to => write!(f, "{:<15}", format!("up to {}", bytes(up_to)))?,
         }
         if self.threads == 0 {
             return write!(f, "original function");
@@ -377,10 +378,13 @@ impl fmt::Display for Row {
             Store::NonTemporal => "non-temporal",
             Store::RepMovsb => "rep movsb",
         };
+        let threads = match self.threads {
+            1 => "1 thread".to_owned(),
+            threads => format!("{threads} threads"),
+        };
         write!(
             f,
-            "{} threads, slots {}, slices {}, ring {}, {store}",
-            self.threads,
+            "{threads:<11}slot {:<7} slice {:<7} ring {:<6} {store}",
             bytes(self.slot_bytes),
             bytes(self.slice_bytes),
             bytes(self.ring_bytes),

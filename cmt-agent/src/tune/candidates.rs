@@ -29,23 +29,35 @@ const fn powers<const N: usize>(first: u64) -> [u64; N] {
     powers
 }
 
-/// What there is to choose from for copies of `bytes` bytes on `threads` threads.
+/// What there is to choose from for copies of one size on so many threads.
 pub struct Space {
-    bytes: u64,
     threads: Vec<u32>,
+    slots: Vec<u64>,
+    slices: Vec<u64>,
+    rings: Vec<u64>,
 }
 
 impl Space {
-    /// `threads` counts the caller.
+    /// For copies of `bytes` bytes; `threads` counts the caller.
     pub fn new(bytes: u64, threads: u32) -> Self {
         let mut steps: Vec<u32> = THREADS.into_iter().filter(|&n| n <= threads).collect();
         // Between the steps there is room only for what is there at most.
         if steps.last() != Some(&threads) && threads < 64 {
             steps.push(threads);
         }
+        let within = |steps: &[u64], least: u64, most: u64| -> Vec<u64> {
+            let within = steps.iter().filter(|&&step| least <= step && step <= most);
+            within.copied().collect()
+        };
         Self {
-            bytes,
             threads: steps,
+            slots: within(
+                &SLOTS,
+                (bytes / SLOTS_A_COPY).min(SLOT_LARGE),
+                bytes.max(SLOTS[0]),
+            ),
+            slices: within(&SLICES, 0, (bytes / 2).max(SLICES[0])),
+            rings: within(&RINGS, 0, (8 * bytes).max(4 * MIB)),
         }
     }
 
@@ -64,66 +76,62 @@ impl Space {
         found
     }
 
-    /// `row` for these copies: as large as they are, on threads that are there.
+    /// `row` for these copies: no larger than they are, on threads that are there.
     fn fitted(&self, row: &PlanRow) -> PlanRow {
+        let most = |steps: &[u64]| steps.last().copied().unwrap_or(u64::MAX);
         PlanRow {
             up_to_bytes: u64::MAX,
+            slot_bytes: row.slot_bytes.min(most(&self.slots)),
+            slice_bytes: row.slice_bytes.min(most(&self.slices)),
+            ring_bytes: row.ring_bytes.min(most(&self.rings)),
             threads: row.threads.clamp(1, self.threads.last().copied().unwrap_or(1)),
-            ..*row
+            store: row.store,
         }
     }
 
-    fn neighbours(&self, row: &PlanRow) -> Vec<PlanRow> {
+    /// The rows one step from `row`.
+    pub fn neighbours(&self, row: &PlanRow) -> Vec<PlanRow> {
         let mut found = Vec::new();
         for threads in beside(&self.threads, row.threads) {
             found.push(PlanRow { threads, ..*row });
         }
-        for slot_bytes in beside(&SLOTS, row.slot_bytes) {
+        for slot_bytes in beside(&self.slots, row.slot_bytes) {
             found.push(PlanRow { slot_bytes, ..*row });
         }
-        for slice_bytes in beside(&SLICES, row.slice_bytes) {
+        for slice_bytes in beside(&self.slices, row.slice_bytes) {
             found.push(PlanRow {
                 slice_bytes,
                 ..*row
             });
         }
-        for ring_bytes in beside(&RINGS, row.ring_bytes) {
+        for ring_bytes in beside(&self.rings, row.ring_bytes) {
             found.push(PlanRow { ring_bytes, ..*row });
         }
         for store in STORES.into_iter().filter(|&store| store != row.store) {
             found.push(PlanRow { store, ..*row });
         }
-        found.retain(|row| self.makes_sense(row));
+        found.retain(makes_sense);
         found
     }
 
     fn random(&self, dice: &mut fastrand::Rng) -> Option<PlanRow> {
         let row = PlanRow {
             up_to_bytes: u64::MAX,
-            slot_bytes: *dice.choice(&SLOTS)?,
-            slice_bytes: *dice.choice(&SLICES)?,
-            ring_bytes: *dice.choice(&RINGS)?,
+            slot_bytes: *dice.choice(&self.slots)?,
+            slice_bytes: *dice.choice(&self.slices)?,
+            ring_bytes: *dice.choice(&self.rings)?,
             threads: *dice.choice(&self.threads)?,
             store: *dice.choice(&STORES)?,
         };
-        self.makes_sense(&row).then_some(row)
+        makes_sense(&row).then_some(row)
     }
+}
 
-    fn makes_sense(&self, row: &PlanRow) -> bool {
-        let PlanRow {
-            slot_bytes: slot,
-            slice_bytes: slice,
-            ring_bytes: ring,
-            ..
-        } = *row;
-        slice <= slot
-            && 2 * slot <= ring
-            && slot / slice <= SLICES_A_SLOT
-            && slot <= self.bytes.max(SLOTS[0])
-            && slice <= (self.bytes / 2).max(SLICES[0])
-            && slot >= (self.bytes / SLOTS_A_COPY).min(SLOT_LARGE)
-            && ring <= (8 * self.bytes).max(4 * MIB)
-    }
+/// Whether the numbers fit together, as the engine would make them anyway.
+fn makes_sense(row: &PlanRow) -> bool {
+    row.slice_bytes <= row.slot_bytes
+        && 2 * row.slot_bytes <= row.ring_bytes
+        && row.slot_bytes / row.slice_bytes <= SLICES_A_SLOT
 }
 
 /// The steps just below and above a value.
@@ -176,11 +184,12 @@ mod tests {
         for threads in [1, 2, 3, 7, 100] {
             for bytes in [64 * KIB, MIB, 256 * MIB] {
                 let space = Space::new(bytes, threads);
+                assert!(space.slots.iter().all(|&slot| slot <= bytes));
                 let mut dice = fastrand::Rng::with_seed(1);
                 let found = space.candidates(&ROW, 60, &mut dice);
                 assert!(found.iter().all(|row| (1..=threads).contains(&row.threads)));
-                assert!(found[1..].iter().all(|row| row.slice_bytes <= row.slot_bytes));
-                assert!(found.len() > 5, "{threads} {bytes}");
+                assert!(found[1..].iter().all(makes_sense));
+                assert!(found.len() > 10, "{threads} {bytes}");
             }
         }
     }

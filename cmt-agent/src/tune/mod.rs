@@ -22,7 +22,7 @@ use crate::profile::{self, File, Measured};
 use crate::topology;
 use cache::Cache;
 use host::Host;
-pub use table::text;
+pub use table::{classes_text, machine_text, plan_text, text};
 
 /// How much is spent on a plan.
 #[derive(

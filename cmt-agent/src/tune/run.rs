@@ -234,18 +234,18 @@ impl Search<'_> {
             bail!("there is no row to begin with");
         };
         let space = Space::new(key.1, self.threads);
-        let candidates = space.candidates(&seed, self.limits.candidates, &mut self.dice);
-        match self.rig.is_staged(candidates[0])? {
+        match self.rig.is_staged(seed)? {
             None => return Ok(None),
             Some(true) => self.stages = true,
             Some(false) => return self.stock_only(key),
         }
         let effort = Effort {
             budget,
+            candidates: self.limits.candidates,
             finalists: self.limits.finalists,
             fresh: key.1 <= self.limits.fresh_up_to,
         };
-        let found = search::search(self.rig, estimate, candidates, effort, &mut self.dice)?;
+        let found = search::search(self.rig, estimate, &seed, &space, effort, &mut self.dice)?;
         Ok(found.map(|found| Cell {
             key,
             row: found.row,

@@ -8,11 +8,16 @@ use std::time::Duration;
 
 use cmt_common::control::PlanRow;
 
+use super::candidates::Space;
+
 /// Passes of each rung at least, and at most.
 const PASSES_LEAST: usize = 3;
 const PASSES_MOST: usize = 60;
-/// Part of the time that is for the finalists.
-const FINAL_SHARE: f64 = 0.5;
+/// Visits from which it is known how long one takes.
+const CALIBRATION: u32 = 2;
+/// Parts of the time that are for candidates from everywhere, and for those around the best of them. The rest is for the
+/// finalists.
+const GENERATION_SHARES: [f64; 2] = [0.35, 0.2];
 /// A row replaces the estimate's only if it is faster by more than this, and stock only by more than that, and if
 /// it was so in most passes.
 const MARGIN: f64 = 0.02;
@@ -64,6 +69,8 @@ pub trait Timer {
 pub struct Effort {
     /// On the whole search; what must be is done though it takes longer.
     pub budget: Duration,
+    /// Rows to try at first.
+    pub candidates: usize,
     /// Rows that stay to the end.
     pub finalists: usize,
     /// Whether to look at fresh memory as well.
@@ -159,52 +166,48 @@ pub fn interleave(
     Ok(Some(series))
 }
 
-/// Searches. `estimate` is the row to beat, if there is one; `candidates` come in the order of their promise, and as many
-/// are tried as there is time for. `None` once interrupted.
+/// Searches. `estimate` is the row to beat, if there is one; `seed` is a row to begin with. `None` once interrupted.
 pub fn search(
     timer: &mut impl Timer,
     estimate: Option<PlanRow>,
-    candidates: Vec<PlanRow>,
+    seed: &PlanRow,
+    space: &Space,
     effort: Effort,
     dice: &mut fastrand::Rng,
 ) -> anyhow::Result<Option<Found>> {
     let started = timer.elapsed();
-    let mut rows: Vec<PlanRow> = estimate.into_iter().chain(candidates).collect();
-    if let Some(estimate) = estimate {
-        let mut first = true;
-        rows.retain(|row| *row != estimate || std::mem::take(&mut first));
-    }
+    let mut rows = with(estimate, space.candidates(seed, effort.candidates, dice));
     // What a visit takes says how many candidates there is time for.
-    let Some(first) = rows.first().copied() else {
-        anyhow::bail!("there is no candidate");
-    };
-    for _ in 0..2 {
-        if timer.visit(Copier::Row(first).into())?.is_none() {
+    for _ in 0..CALIBRATION {
+        if timer.visit(Copier::Row(rows[0]).into())?.is_none() {
             return Ok(None);
         }
     }
-    let visit = ((timer.elapsed() - started) / 2).as_secs_f64().max(1e-9);
-    let early = effort.budget.as_secs_f64() * (1.0 - FINAL_SHARE);
-    // Halving visits each candidate of the first rung some two times three passes.
-    let room = (early / (2.0 * PASSES_LEAST as f64 * visit)) as usize;
-    rows.truncate(room.max(effort.finalists));
-    let tried = rows.len();
-    let rungs = (tried as f64 / effort.finalists as f64).log2().ceil().max(0.0);
+    let visit = (timer.elapsed() - started).as_secs_f64() / f64::from(CALIBRATION);
+    let mut tried = 0;
     let mut until = started;
-    while rows.len() > effort.finalists {
-        until += Duration::from_secs_f64(early / rungs);
-        let subjects: Vec<Subject> = rows.iter().map(|&row| Copier::Row(row).into()).collect();
-        let Some(mut series) = interleave(timer, &subjects, until, dice)? else {
+    // The second generation stands around the best of the first.
+    for (generation, share) in GENERATION_SHARES.into_iter().enumerate() {
+        let budget = effort.budget.mul_f64(share);
+        // Halving visits a candidate of the first rung some two times three passes.
+        let room = (budget.as_secs_f64() / (2.0 * PASSES_LEAST as f64 * visit.max(1e-9))) as usize;
+        let known = rows.len();
+        if generation > 0 {
+            rows = with(estimate, around(&rows, space));
+            rows.truncate(room.max(known));
+            if rows.len() == known {
+                break;
+            }
+            tried += rows.len() - known;
+        } else {
+            rows.truncate(room.max(effort.finalists));
+            tried += rows.len();
+        }
+        let Some(kept) = halve(timer, rows, estimate, effort.finalists, until, budget, dice)? else {
             return Ok(None);
         };
-        series.sort_by(|one, other| one.median().total_cmp(&other.median()));
-        let keep = (rows.len() / 2).max(effort.finalists);
-        rows = series.iter().take(keep).filter_map(row_of).collect();
-        // The estimate is compared with at the end, and a place more costs little.
-        rows.extend(estimate.filter(|estimate| !rows.contains(estimate)));
-        if keep == effort.finalists {
-            break;
-        }
+        rows = kept;
+        until += budget;
     }
     let mut subjects: Vec<Subject> = rows.iter().map(|&row| Copier::Row(row).into()).collect();
     subjects.extend([Copier::Stock, Copier::Pinned].map(Subject::from));
@@ -240,6 +243,54 @@ pub fn search(
         tried,
         flat,
     }))
+}
+
+/// `rows` behind `first`, which then is not among them a second time.
+fn with(first: Option<PlanRow>, mut rows: Vec<PlanRow>) -> Vec<PlanRow> {
+    rows.retain(|row| Some(*row) != first);
+    first.into_iter().chain(rows).collect()
+}
+
+/// `rows`, the best first, and those one step from the best two.
+fn around(rows: &[PlanRow], space: &Space) -> Vec<PlanRow> {
+    let mut all = rows.to_vec();
+    for row in rows.iter().take(2) {
+        for neighbour in space.neighbours(row) {
+            if !all.contains(&neighbour) {
+                all.push(neighbour);
+            }
+        }
+    }
+    all
+}
+
+/// Halves `rows` until `finalists` are left, the best first; the estimate stays in any case. `None` once interrupted.
+fn halve(
+    timer: &mut impl Timer,
+    mut rows: Vec<PlanRow>,
+    estimate: Option<PlanRow>,
+    finalists: usize,
+    mut until: Duration,
+    budget: Duration,
+    dice: &mut fastrand::Rng,
+) -> anyhow::Result<Option<Vec<PlanRow>>> {
+    let rungs = (rows.len() as f64 / finalists as f64).log2().ceil().max(1.0);
+    while rows.len() > finalists {
+        until += budget.div_f64(rungs);
+        let subjects: Vec<Subject> = rows.iter().map(|&row| Copier::Row(row).into()).collect();
+        let Some(mut series) = interleave(timer, &subjects, until, dice)? else {
+            return Ok(None);
+        };
+        series.sort_by(|one, other| one.median().total_cmp(&other.median()));
+        let keep = (rows.len() / 2).max(finalists);
+        rows = series.iter().take(keep).filter_map(row_of).collect();
+        // It is compared with at the end, and a place more costs little.
+        rows.extend(estimate.filter(|estimate| !rows.contains(estimate)));
+        if keep == finalists {
+            break;
+        }
+    }
+    Ok(Some(rows))
 }
 
 /// The row to use; none for stock.

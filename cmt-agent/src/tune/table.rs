@@ -101,8 +101,8 @@ pub fn classes_text(file: &File) -> String {
             "\n {direction} GB/s     stock   tuned  pinned    gain"
         );
         text += match has_instant {
-            true => "  estimate  fresh: stock  tuned  flat\n",
-            false => "  near\n",
+            true => "  estimate  fresh: stock   tuned  near\n",
+            false => "   near\n",
         };
         for class in classes {
             let _ = write!(
@@ -121,12 +121,12 @@ pub fn classes_text(file: &File) -> String {
             let _ = match has_instant {
                 true => writeln!(
                     text,
-                    "  {:>8}  {:>12}  {:>5}  {near:>4}",
+                    "  {:>8}  {:>12}  {:>6}  {near:>4}",
                     number(class.instant_gbps),
                     number(class.fresh_stock_gbps),
                     number(class.fresh_tuned_gbps),
                 ),
-                false => writeln!(text, "  {near:>4}"),
+                false => writeln!(text, "  {near:>5}"),
             };
         }
     }
