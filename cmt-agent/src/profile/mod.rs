@@ -314,6 +314,15 @@ impl File {
             .any(|row| row.threads > 0)
     }
 
+    /// The same with another plan.
+    pub fn with(self, plan: &Plan) -> Self {
+        Self {
+            machine: self.machine,
+            measured: self.measured,
+            ..Self::of(plan)
+        }
+    }
+
     /// The file that says what `plan` says, for which machine, and how it was found.
     pub fn on(plan: &Plan, machine: &Machine, measured: Option<Measured>) -> Self {
         Self {

@@ -10,6 +10,7 @@ use anyhow::Context as _;
 use cmt_common::control::Plan;
 use nix::unistd::geteuid;
 
+use super::host::UNNAMED;
 use crate::profile::{self, File, Machine, ProfileError};
 
 /// Where root keeps them.
@@ -115,9 +116,10 @@ impl Cache {
 
 /// Whether a profile is of this very machine. The kernel may not name the GPU that CUDA does.
 fn fits(of: &Machine, here: &Machine) -> bool {
-    let is_named = here.gpu.as_ref().is_some_and(|gpu| !gpu.starts_with("PCI "));
     let same_gpu = match (&of.gpu, &here.gpu) {
-        (Some(of), Some(here)) if is_named => here.split(", ").any(|gpu| gpu == of) || of == here,
+        (Some(of), Some(here)) if !here.starts_with(UNNAMED) => {
+            here.split(", ").any(|gpu| gpu == of)
+        }
         _ => true,
     };
     same_gpu

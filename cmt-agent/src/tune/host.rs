@@ -14,6 +14,9 @@ const UNIFIED: [&str; 9] = [
     "GH200", "GB200", "GB300", "GB10", "Grace", "Orin", "Xavier", "Thor", "Jetson",
 ];
 
+/// What the name of a GPU begins with that only the bus tells of.
+pub const UNNAMED: &str = "PCI 10de:";
+
 /// This machine.
 #[derive(Clone, Debug)]
 pub struct Host {
@@ -97,7 +100,7 @@ fn names(root: &Path) -> Vec<String> {
 fn id(gpu: &Path) -> Option<String> {
     let device = word(&gpu.join("device"))?;
     Some(printable(&format!(
-        "PCI 10de:{}",
+        "{UNNAMED}{}",
         device.trim_start_matches("0x")
     )))
 }

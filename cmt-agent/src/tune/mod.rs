@@ -17,11 +17,12 @@ use cmt_common::control::Plan;
 use serde::{Deserialize, Serialize};
 
 use crate::origin::Origin;
-use crate::profile::known;
-use crate::profile::{self, File, Measured};
+use crate::profile::{self, File, Machine, Measured, known};
+use crate::target::text::printable;
 use crate::topology;
-use cache::Cache;
+use cache::{Cache, Kept};
 use host::Host;
+use instant::Estimate;
 pub use table::{classes_text, machine_text, plan_text, text};
 
 /// How much is spent on a plan.
@@ -108,71 +109,42 @@ pub struct Tuned {
 }
 
 /// Finds a plan.
+///
+/// # Errors
+/// When the profile is refused; and where it has to be measured, as `cmt bench`.
 pub fn tune(wish: &Wish) -> anyhow::Result<Tuned> {
     let started = Instant::now();
     let host = Host::under(&topology::root());
-    let threads = host.topology.threads();
-    let tuned = |file: File, plan, from| Tuned {
-        plan,
-        file,
-        from,
-        kind: wish.kind,
-        threads,
-        notes: Vec::new(),
-        cached: None,
-        took: started.elapsed(),
-        interrupted: false,
-    };
-    if let Some(path) = wish.profile {
-        let (file, plan) = profile::read_file(path)?;
-        return Ok(tuned(file, plan, From::File(path.to_owned())));
-    }
-    let cache = Cache::find();
-    let mut notes = Vec::new();
-    let found = cache.as_ref().and_then(|cache| {
-        let found = cache.look_up(&host.machine);
-        found.unwrap_or_else(|why| {
-            notes.push(format!("{why:#}; it is not used"));
-            None
-        })
-    });
-    let kept = found.as_ref().map(|kept| Kind::of_file(&kept.file));
-    if let Some(kept) = found.filter(|kept| !wish.fresh && Kind::of_file(&kept.file) >= wish.kind) {
-        let from = From::Cache(kept.path.clone());
-        return Ok(Tuned {
-            notes,
-            cached: Some(kept.path),
-            ..tuned(kept.file, kept.plan, from)
-        });
-    }
-    let estimate = instant::estimate(&host);
-    if wish.kind == Kind::Instant {
-        if let Some((name, file, plan)) =
-            known::nearest(&host.machine).filter(|_| estimate.declined.is_none())
-        {
-            return Ok(Tuned {
-                notes,
-                ..tuned(file, plan, From::Nearest(name))
-            });
+    let mut tuned = match wish.profile {
+        Some(path) => {
+            let (file, plan) = profile::read_file(path)?;
+            Tuned::new(file, plan, From::File(path.to_owned()))
         }
-        notes.extend(estimate.declined.clone());
-        let file = File::on(&estimate.plan, &host.machine, None);
-        return Ok(Tuned {
-            notes,
-            ..tuned(file, estimate.plan, From::Estimate)
-        });
+        None => for_host(wish, &host)?,
+    };
+    tuned.kind = wish.kind;
+    tuned.threads = host.topology.threads();
+    tuned.took = started.elapsed();
+    Ok(tuned)
+}
+
+/// A plan for this machine: what is kept, an estimate, or a search.
+fn for_host(wish: &Wish, host: &Host) -> anyhow::Result<Tuned> {
+    let cache = Cache::find();
+    let kept = cache.as_ref().and_then(|cache| look_up(cache, host));
+    let kept_kind = kept.as_ref().map(|kept| Kind::of_file(&kept.file));
+    if let Some(kept) = kept.filter(|_| !wish.fresh && kept_kind >= Some(wish.kind)) {
+        let mut tuned = Tuned::new(kept.file, kept.plan, From::Cache(kept.path.clone()));
+        tuned.cached = Some(kept.path);
+        return Ok(tuned);
     }
-    let outcome = run::run(wish.kind, &host, &estimate, wish.quiet)?;
+    let estimate = instant::estimate(host);
+    if wish.kind == Kind::Instant {
+        return Ok(at_once(host, estimate));
+    }
+    let outcome = run::run(wish.kind, host, &estimate, wish.quiet)?;
+    let (machine, is_here) = measured_machine(host, &outcome.device);
     let origin = Origin::now();
-    let mut machine = host.machine.clone();
-    // Where CUDA has another device than the kernel names, it is not this machine that was measured.
-    let is_here = machine
-        .gpu
-        .as_ref()
-        .is_none_or(|gpu| gpu.split(", ").any(|gpu| gpu == outcome.device) || gpu.starts_with("PCI "));
-    if !is_here || machine.gpu.as_ref().is_none_or(|gpu| gpu.starts_with("PCI ")) {
-        machine.gpu = Some(crate::target::text::printable(&outcome.device));
-    }
     let measured = Measured {
         date: origin.time,
         version: origin.version,
@@ -181,40 +153,88 @@ pub fn tune(wish: &Wish) -> anyhow::Result<Tuned> {
         classes: outcome.classes,
     };
     let file = File::on(&outcome.plan, &machine, Some(measured));
-    let mut cached = None;
-    match &cache {
-        _ if outcome.interrupted => {
-            notes.push("interrupted: what was not measured is estimated, and nothing is kept".to_owned());
-        }
-        None => notes.push("there is no folder to keep it in: set HOME or XDG_CACHE_HOME".to_owned()),
-        _ if !is_here => notes.push(format!(
-            "{} is not the GPU that the kernel knows: not kept",
-            outcome.device
-        )),
-        _ if kept > Some(wish.kind) => notes.push(format!(
-            "the result of an earlier `--search {}` stays the one that is kept",
-            kept.map_or("", Kind::name)
-        )),
-        Some(cache) => match cache.keep(&host.machine, &file) {
-            Ok(path) => cached = Some(path),
-            Err(why) => notes.push(format!("{why:#}; it is not kept")),
-        },
-    }
+    let mut tuned = Tuned::new(file, outcome.plan, From::Search);
+    tuned.interrupted = outcome.interrupted;
     if !outcome.stages {
-        notes.push("the payload leaves all copies to the driver on this machine".to_owned());
+        let note = "the payload leaves all copies to the driver on this machine";
+        tuned.notes.push(note.to_owned());
     }
     if outcome.not_reached > 0 {
-        notes.push(format!(
+        tuned.notes.push(format!(
             "{} size classes were not reached in time, and are estimated",
             outcome.not_reached
         ));
     }
-    Ok(Tuned {
-        notes,
-        cached,
-        interrupted: outcome.interrupted,
-        ..tuned(file, outcome.plan, From::Search)
+    let reason = if outcome.interrupted {
+        "interrupted: what was not measured is estimated".to_owned()
+    } else if !is_here {
+        format!("{} is no GPU that the kernel knows", outcome.device)
+    } else if kept_kind > Some(wish.kind) {
+        "what a full search has found stays".to_owned()
+    } else if let Some(cache) = cache {
+        match cache.keep(&host.machine, &tuned.file) {
+            Ok(path) => {
+                tuned.cached = Some(path);
+                return Ok(tuned);
+            }
+            Err(why) => format!("{why:#}"),
+        }
+    } else {
+        "there is no folder for it, set HOME or XDG_CACHE_HOME".to_owned()
+    };
+    tuned.notes.push(format!("not kept: {reason}"));
+    Ok(tuned)
+}
+
+/// What was measured here earlier. What is damaged is told of, and measured anew.
+fn look_up(cache: &Cache, host: &Host) -> Option<Kept> {
+    cache.look_up(&host.machine).unwrap_or_else(|why| {
+        eprintln!("cmt: {:#}; it is not used", anyhow::Error::from(why));
+        None
     })
+}
+
+/// What can be said without measuring: by a machine like this one, or by the estimate.
+fn at_once(host: &Host, estimate: Estimate) -> Tuned {
+    let nearest = known::nearest(&host.machine).filter(|_| estimate.declined.is_none());
+    if let Some((name, file, mut plan)) = nearest {
+        for row in plan.htod.iter_mut().chain(&mut plan.dtoh) {
+            row.threads = row.threads.min(host.topology.threads());
+        }
+        let file = file.with(&plan);
+        return Tuned::new(file, plan, From::Nearest(name));
+    }
+    let file = File::on(&estimate.plan, &host.machine, None);
+    let mut tuned = Tuned::new(file, estimate.plan, From::Estimate);
+    tuned.notes.extend(estimate.declined);
+    tuned
+}
+
+/// The machine that was measured, and whether it is what the kernel says: CUDA may have another device, and the kernel may
+/// not know what it is called.
+fn measured_machine(host: &Host, device: &str) -> (Machine, bool) {
+    let named = host.machine.gpu.as_ref();
+    let named = named.filter(|gpu| !gpu.starts_with(host::UNNAMED));
+    let is_here = named.is_none_or(|gpus| gpus.split(", ").any(|gpu| gpu == device));
+    let gpu = Some(printable(device));
+    let machine = host.machine.clone();
+    (Machine { gpu, ..machine }, is_here)
+}
+
+impl Tuned {
+    fn new(file: File, plan: Plan, from: From) -> Self {
+        Self {
+            plan,
+            file,
+            from,
+            kind: Kind::Instant,
+            threads: 1,
+            notes: Vec::new(),
+            cached: None,
+            took: Duration::ZERO,
+            interrupted: false,
+        }
+    }
 }
 
 impl Kind {
