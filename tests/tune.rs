@@ -97,7 +97,10 @@ fn a_plan_is_measured_once_and_then_known() {
     let saved_name = saved.to_str().expect("a name");
     let report = finish(place.tune(&["--json", "--save", saved_name])).json();
     assert_eq!(report["schema"], "cmt/tune/1");
-    assert_eq!((&report["from"], &report["search"]), (&"search".into(), &"fast".into()));
+    assert_eq!(
+        (&report["from"], &report["search"]),
+        (&"search".into(), &"fast".into())
+    );
     assert_eq!(report["interrupted"], false);
     assert!(number(&report["took_s"]) < 10.0, "{}", report["took_s"]);
     let profile = &report["profile"];
@@ -119,7 +122,10 @@ fn a_plan_is_measured_once_and_then_known() {
         assert!(number(&class["samples"]) >= 3.0, "{class}");
         assert!(number(&class["pinned_gbps"]) > 0.0, "{class}");
         // The stand-in's driver copies at 0.8 GB/s; whatever is worse than that is left to it.
-        assert!(number(&class["tuned_gbps"]) >= number(&class["stock_gbps"]), "{class}");
+        assert!(
+            number(&class["tuned_gbps"]) >= number(&class["stock_gbps"]),
+            "{class}"
+        );
         if class["bytes"] == 4 << 20 {
             assert!(number(&class["tuned_gbps"]) > 1.0, "{class}");
         }
@@ -133,19 +139,37 @@ fn a_plan_is_measured_once_and_then_known() {
     assert_eq!(checked.code, Some(0), "{checked:#?}");
     let victim = Victim::start("victim-drv", ["--bytes", "4M"]);
     let pid = victim.pid.to_string();
-    let args = ["attach", &pid, "--before", "0s", "--after", "0s", "--profile", saved_name];
+    let args = [
+        "attach",
+        &pid,
+        "--before",
+        "0s",
+        "--after",
+        "0s",
+        "--profile",
+        saved_name,
+    ];
     let attached = cmt(args);
     assert_eq!(attached.code, Some(0), "{attached:#?}");
     let status = cmt(["status", &pid, "--json"]).json();
     for direction in ["htod", "dtoh"] {
-        assert_eq!(status["processes"][0]["plan"][direction], profile[direction]);
+        assert_eq!(
+            status["processes"][0]["plan"][direction],
+            profile[direction]
+        );
     }
 
     // The second time nothing is started: there is no libcuda any more.
     assert_eq!(place.kept().len(), 1);
-    for args in [&["tune", "--json"][..], &["tune", "--json", "--search", "instant"]] {
+    for args in [
+        &["tune", "--json"][..],
+        &["tune", "--json", "--search", "instant"],
+    ] {
         let again = finish(place.blind(args)).json();
-        assert_eq!(again["from"]["cache"], place.kept()[0].to_str().expect("a name"));
+        assert_eq!(
+            again["from"]["cache"],
+            place.kept()[0].to_str().expect("a name")
+        );
         assert_eq!(again["profile"], *profile);
         assert!(number(&again["took_s"]) < 0.1);
     }
@@ -171,12 +195,18 @@ fn a_plan_is_measured_once_and_then_known() {
     assert_eq!(exported, *profile);
     let shown = finish(place.blind(&["profile", "show", name]));
     assert!(shown.stdout.contains(" HtoD, all cores"), "{shown:#?}");
-    assert!(shown.stdout.contains("measured by --search fast"), "{shown:#?}");
+    assert!(
+        shown.stdout.contains("measured by --search fast"),
+        "{shown:#?}"
+    );
 
     // What is damaged is told of, and not used.
     fs::write(&place.kept()[0], &text.stdout).expect("no profile");
     let estimated = finish(place.blind(&["tune", "--json", "--search", "instant"]));
-    assert!(estimated.stderr.contains("it is not used"), "{estimated:#?}");
+    assert!(
+        estimated.stderr.contains("it is not used"),
+        "{estimated:#?}"
+    );
     assert_eq!(estimated.json()["from"], "estimate");
     let listed = finish(place.blind(&["profile", "list"]));
     assert!(listed.stdout.contains("damaged: "), "{listed:#?}");
@@ -259,7 +289,10 @@ fn ctrl_c_keeps_the_best_so_far_but_not_as_the_result() {
     fs::write(&saved, "older").expect("write");
     let (finished, _) = interrupted(place.tune(&["--save", saved_name]), 1);
     let sentence = finished.refusal();
-    assert!(sentence.contains("interrupted before anything was measured"), "{sentence}");
+    assert!(
+        sentence.contains("interrupted before anything was measured"),
+        "{sentence}"
+    );
     assert_eq!(fs::read_to_string(&saved).expect("still there"), "older");
     assert_eq!(place.kept(), [] as [PathBuf; 0]);
 }
@@ -300,15 +333,26 @@ fn what_is_no_profile_is_refused_with_the_reason() {
         }
     }
     fs::remove_file(&path).expect("remove");
-    for args in [&["profile", "check", name][..], &["profile", "show", name], &["profile", "export", "none"]] {
+    for args in [
+        &["profile", "check", name][..],
+        &["profile", "show", name],
+        &["profile", "export", "none"],
+    ] {
         finish(place.blind(args)).refusal();
     }
     // One that is written by hand is enough.
-    fs::write(&path, br#"{"schema": "cmt/profile/1", "htod": [], "dtoh": []}"#).expect("write");
+    fs::write(
+        &path,
+        br#"{"schema": "cmt/profile/1", "htod": [], "dtoh": []}"#,
+    )
+    .expect("write");
     let report = finish(place.blind(&["tune", "--json", "--profile", name])).json();
     assert_eq!(report["from"]["file"], name);
     let checked = finish(place.blind(&["profile", "check", name]));
-    assert!(checked.stdout.contains("that stages nothing"), "{checked:#?}");
+    assert!(
+        checked.stdout.contains("that stages nothing"),
+        "{checked:#?}"
+    );
 }
 
 #[test]
@@ -321,25 +365,40 @@ fn odd_machines_get_sane_plans() {
     let one = |args: &[&str]| {
         let tune = place.tune(args);
         let mut command = Command::new("taskset");
-        command.args(["-c", "0"]).arg(tune.get_program()).args(tune.get_args());
+        command
+            .args(["-c", "0"])
+            .arg(tune.get_program())
+            .args(tune.get_args());
         for (name, value) in tune.get_envs() {
             command.env(name, value.unwrap_or_default());
         }
         finish(command).json()
     };
     let instant = one(&["--json", "--search", "instant"]);
-    assert_eq!((&instant["threads"], staged_rows(&instant["profile"])), (&1.into(), 0));
+    assert_eq!(
+        (&instant["threads"], staged_rows(&instant["profile"])),
+        (&1.into(), 0)
+    );
     let note = instant["notes"][0].as_str().expect("a note");
     assert!(note.contains("staging takes two"), "{note}");
     let fast = one(&["--json"]);
-    for class in fast["profile"]["measured"]["classes"].as_array().expect("classes") {
-        assert!(number(&class["tuned_gbps"]) >= number(&class["stock_gbps"]), "{class}");
+    for class in fast["profile"]["measured"]["classes"]
+        .as_array()
+        .expect("classes")
+    {
+        assert!(
+            number(&class["tuned_gbps"]) >= number(&class["stock_gbps"]),
+            "{class}"
+        );
     }
 
     // One memory: not guessed at, and measured the payload is seen to leave all copies to the driver.
     let place = Place::new();
     let root = place.machine(&[
-        ("proc/driver/nvidia/gpus/0/information", "Model: \t\t NVIDIA GH200 480GB"),
+        (
+            "proc/driver/nvidia/gpus/0/information",
+            "Model: \t\t NVIDIA GH200 480GB",
+        ),
         ("proc/self/status", "Cpus_allowed_list:\t0-1"),
         ("sys/devices/system/cpu/online", "0-1"),
     ]);
@@ -351,11 +410,20 @@ fn odd_machines_get_sane_plans() {
         finish(command).json()
     };
     let instant = unified(&["--json", "--search", "instant"]);
-    assert_eq!((&instant["from"], staged_rows(&instant["profile"])), (&"estimate".into(), 0));
+    assert_eq!(
+        (&instant["from"], staged_rows(&instant["profile"])),
+        (&"estimate".into(), 0)
+    );
     let note = instant["notes"][0].as_str().expect("a note");
-    assert!(note.contains("GH200") && note.contains("--search fast or full"), "{note}");
+    assert!(
+        note.contains("GH200") && note.contains("--search fast or full"),
+        "{note}"
+    );
     let fast = unified(&["--json"]);
-    assert_eq!((&fast["from"], staged_rows(&fast["profile"])), (&"search".into(), 0));
+    assert_eq!(
+        (&fast["from"], staged_rows(&fast["profile"])),
+        (&"search".into(), 0)
+    );
     let notes = fast["notes"].to_string();
     assert!(notes.contains("leaves all copies to the driver"), "{notes}");
     // What the stand-in measured is not kept as that GPU's.
@@ -376,7 +444,10 @@ fn helpers_cpus(pid: u32) -> Vec<String> {
         let is_helper = field("Name:")?.trim().starts_with("cmt-copy-");
         is_helper.then(|| field("Cpus_allowed_list:").map(|list| list.trim().to_owned()))?
     };
-    tasks.flatten().filter_map(|task| of(&task.path())).collect()
+    tasks
+        .flatten()
+        .filter_map(|task| of(&task.path()))
+        .collect()
 }
 
 #[test]
@@ -388,8 +459,14 @@ fn helpers_run_on_the_cores_that_the_plan_names() {
     // Two threads of one core, whatever this machine has.
     let root = place.machine(&[
         ("sys/devices/system/cpu/online", "0-1"),
-        ("sys/devices/system/cpu/cpu0/topology/thread_siblings_list", "0-1"),
-        ("sys/devices/system/cpu/cpu1/topology/thread_siblings_list", "0-1"),
+        (
+            "sys/devices/system/cpu/cpu0/topology/thread_siblings_list",
+            "0-1",
+        ),
+        (
+            "sys/devices/system/cpu/cpu1/topology/thread_siblings_list",
+            "0-1",
+        ),
     ]);
     let ours = fs::read_to_string("/proc/self/status").expect("our status");
     let ours = ours
@@ -407,14 +484,25 @@ fn helpers_run_on_the_cores_that_the_plan_names() {
         fs::write(&path, text).expect("write");
         let victim = Victim::start("victim-drv", ["--bytes", "4M"]);
         let pid = victim.pid.to_string();
-        let mut attach = cmt_command(["attach", &pid, "--before", "0s", "--after", "0s", "--profile"]);
+        let mut attach = cmt_command([
+            "attach",
+            &pid,
+            "--before",
+            "0s",
+            "--after",
+            "0s",
+            "--profile",
+        ]);
         attach.arg(&path).env("CMT_PRETEND_MACHINE", &root);
         let attached = finish(attach);
         assert_eq!(attached.code, Some(0), "{attached:#?}");
         wait_until_staged(&victim);
         let helpers = helpers_cpus(victim.pid);
         assert!(!helpers.is_empty(), "{cores}");
-        assert!(helpers.iter().all(|cpus| cpus == wanted), "{cores}: {helpers:?}");
+        assert!(
+            helpers.iter().all(|cpus| cpus == wanted),
+            "{cores}: {helpers:?}"
+        );
     }
 }
 
@@ -435,8 +523,14 @@ fn what_cannot_work_is_refused_before_anything_is_measured() {
     }
     for (args, reason) in [
         (&["--json", "--", "true"][..], "--json needs a FILE"),
-        (&["--save", "/nonexistent/profile.json"], "nothing was measured"),
-        (&["--profile", "/nonexistent/profile.json"], "cannot be read"),
+        (
+            &["--save", "/nonexistent/profile.json"],
+            "nothing was measured",
+        ),
+        (
+            &["--profile", "/nonexistent/profile.json"],
+            "cannot be read",
+        ),
     ] {
         let finished = finish(place.tune(args));
         let sentence = finished.refusal();
@@ -446,12 +540,17 @@ fn what_cannot_work_is_refused_before_anything_is_measured() {
     small.env("STANDIN_MEMORY_MIB", "0");
     finish(small).refusal();
     let mut wrong = place.tune(&["--save", "profile.json"]);
-    wrong.current_dir(place.folder.path()).env("STANDIN_CORRUPT_EVERY", "1");
+    wrong
+        .current_dir(place.folder.path())
+        .env("STANDIN_CORRUPT_EVERY", "1");
     let finished = finish(wrong);
     let sentence = finished.refusal();
     assert!(sentence.starts_with("WRONG DATA: byte "), "{sentence}");
     assert_eq!(place.kept(), [] as [PathBuf; 0]);
-    assert_eq!(fs::read_to_string(place.path("profile.json")).expect("made"), "");
+    assert_eq!(
+        fs::read_to_string(place.path("profile.json")).expect("made"),
+        ""
+    );
 
     let tune = place.tune(&[]);
     let mut command = Command::new("setpriv");

@@ -172,12 +172,7 @@ fn attach_here(whom: &Whom, threads: u32, flags: u32) -> anyhow::Result<Attached
     let mut input = String::new();
     std::io::stdin().read_to_string(&mut input)?;
     let plan = profile::parse(&input, Path::new("-"))?;
-    Ok(injector::attach(
-        &mut whom.open()?,
-        &plan,
-        threads,
-        flags,
-    )?)
+    Ok(injector::attach(&mut whom.open()?, &plan, threads, flags)?)
 }
 
 fn detach_here(whom: &Whom) -> anyhow::Result<Detached> {

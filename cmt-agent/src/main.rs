@@ -4,7 +4,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use cmt_agent::bench::copier;
-use cmt_agent::commands::{attach, bench, detach, doctor, fleet, profile, serve, status, trace, tune};
+use cmt_agent::commands::{
+    attach, bench, detach, doctor, fleet, profile, serve, status, trace, tune,
+};
 use cmt_agent::{keeper, pipe};
 
 #[cfg(feature = "fuzzing")]

@@ -225,8 +225,7 @@ pub(crate) mod tests {
         };
         let each = |name: &'static str, values: [&'static str; 4]| {
             let path = |id: usize| format!("sys/devices/system/cpu/cpu{id}/{name}");
-            let files: Vec<(String, &str)> =
-                (0..4).map(|id| (path(id), values[id])).collect();
+            let files: Vec<(String, &str)> = (0..4).map(|id| (path(id), values[id])).collect();
             let files: Vec<(&str, &str)> =
                 files.iter().map(|(path, text)| (&**path, *text)).collect();
             fast(&files)
@@ -241,7 +240,13 @@ pub(crate) mod tests {
         );
         assert_eq!(each("cpu_capacity", ["1024", "760", "380", "380"]), [0, 1]);
         let clock = "cpufreq/cpuinfo_max_freq";
-        assert_eq!(each(clock, ["5000000", "5200000", "3900000", "3900000"]), [0, 1]);
-        assert_eq!(each(clock, ["5000000", "5200000", "?", "3900000"]), [0, 1, 2, 3]);
+        assert_eq!(
+            each(clock, ["5000000", "5200000", "3900000", "3900000"]),
+            [0, 1]
+        );
+        assert_eq!(
+            each(clock, ["5000000", "5200000", "?", "3900000"]),
+            [0, 1, 2, 3]
+        );
     }
 }

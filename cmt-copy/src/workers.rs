@@ -439,7 +439,9 @@ mod tests {
         let last = *ours.last().expect("one at least");
         let mut wanted = [0; CPU_WORDS];
         wanted[last / 64] = 1 << (last % 64);
-        let foreign = (0..1024).find(|cpu| !ours.contains(cpu)).expect("not all of 1024");
+        let foreign = (0..1024)
+            .find(|cpu| !ours.contains(cpu))
+            .expect("not all of 1024");
         let mut none_of_ours = [0; CPU_WORDS];
         none_of_ours[foreign / 64] = 1 << (foreign % 64);
         crew.set_cpus(none_of_ours);

@@ -169,7 +169,10 @@ fn line(entry: &Entry) -> String {
     let machine = file.machine.as_ref();
     let gpu = machine.and_then(|machine| machine.gpu.as_deref());
     let cpus = machine.map_or(0, |machine| machine.cpus);
-    let search = file.measured.as_ref().map_or("not", |measured| &measured.search);
+    let search = file
+        .measured
+        .as_ref()
+        .map_or("not", |measured| &measured.search);
     let date = file.measured.as_ref().map_or("", |measured| &measured.date);
     format!(
         "{}\n  {}, {cpus} CPUs; {origin}, {search} search {date}\n",

@@ -81,8 +81,15 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         for note in &tuned.notes {
             eprintln!("cmt: {note}");
         }
-        ensure!(!tuned.interrupted, "interrupted before {} was started", args.command[0].display());
-        anyhow::bail!("{} cannot be started by this build", args.command[0].display());
+        ensure!(
+            !tuned.interrupted,
+            "interrupted before {} was started",
+            args.command[0].display()
+        );
+        anyhow::bail!(
+            "{} cannot be started by this build",
+            args.command[0].display()
+        );
     }
     match (json, &args.json) {
         (Some(file), _) => file.write(&object(&args, &tuned)?)?,

@@ -71,8 +71,14 @@ mod tests {
             let (file, plan) = super::super::parse_file(text, Path::new(name))
                 .unwrap_or_else(|why| panic!("{why}"));
             let measured = file.measured.expect("measured");
-            assert!(!measured.interrupted && !measured.classes.is_empty(), "{name}");
-            assert!(file.machine.is_some_and(|machine| machine.gpu.is_some()), "{name}");
+            assert!(
+                !measured.interrupted && !measured.classes.is_empty(),
+                "{name}"
+            );
+            assert!(
+                file.machine.is_some_and(|machine| machine.gpu.is_some()),
+                "{name}"
+            );
             assert_ne!(plan, Plan::NONE, "{name}");
         }
     }

@@ -262,12 +262,7 @@ impl File {
     fn check_words(&self) -> Result<(), String> {
         let machine = self.machine.iter().flat_map(|machine| {
             let link = machine.link.as_ref().map(|link| &link.speed);
-            let texts = [
-                &machine.gpu,
-                &machine.driver,
-                &machine.cpu,
-                &machine.kernel,
-            ];
+            let texts = [&machine.gpu, &machine.driver, &machine.cpu, &machine.kernel];
             texts.into_iter().flatten().chain(link)
         });
         let measured = self.measured.iter().flat_map(|measured| {

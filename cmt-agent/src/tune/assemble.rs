@@ -24,30 +24,38 @@ pub struct Cell {
 
 impl Cell {
     /// Takes the figures of a comparison of stock, pinned, the row that was found, the estimate's, and stock and the row
-    /// with fresh memory. The estimate's row, or stock, takes its place where it is better by more than `margin`.
+    /// with fresh memory; these samples have chosen nothing yet. In doubt the estimate's row stays, and stock stays where
+    /// neither of the two is faster by more than `margin`.
     pub fn settle(&mut self, series: &[Series], instant: Option<PlanRow>, margin: f64) {
         let [stock, pinned, found, estimate, fresh_stock, fresh] = series else {
             return;
         };
         let gbps = |series: &Series| self.key.1 as f64 / series.median();
+        let loses_fresh = fresh_stock.beats(fresh, margin);
+        let found_wins = !loses_fresh && found.beats(stock, margin);
+        let estimate_wins = instant.is_some() && estimate.beats(stock, margin);
+        let estimate_first = self.row != instant && estimate.seems_faster(found, margin);
+        let chosen = match (found_wins, estimate_wins) {
+            (true, true) if estimate_first => Some(estimate),
+            (true, _) => Some(found),
+            (false, true) if self.row != instant => Some(estimate),
+            (false, _) => None,
+        };
+        let is_found = chosen.is_some_and(|chosen| std::ptr::eq(chosen, found));
         let class = &mut self.class;
         class.samples = stock.times.len() as u64;
         class.stock_gbps = gbps(stock);
         class.pinned_gbps = gbps(pinned);
-        class.tuned_gbps = gbps(found);
+        class.tuned_gbps = gbps(chosen.unwrap_or(stock));
         class.instant_gbps = Some(gbps(estimate));
         class.fresh_stock_gbps = Some(gbps(fresh_stock));
-        class.fresh_tuned_gbps = Some(gbps(fresh));
-        let worse_than = |other: &Series| other.beats(found, margin);
-        if worse_than(stock) {
-            self.row = None;
-            class.tuned_gbps = gbps(stock);
-            class.fresh_tuned_gbps = class.fresh_stock_gbps;
-        } else if instant.is_some() && self.row != instant && worse_than(estimate) {
-            self.row = instant;
-            class.tuned_gbps = gbps(estimate);
-            // Nobody has looked at this row with fresh memory.
-            class.fresh_tuned_gbps = None;
+        // Nobody has looked at the estimate's row with fresh memory here.
+        class.fresh_tuned_gbps = match chosen {
+            None => class.fresh_stock_gbps,
+            Some(_) => is_found.then(|| gbps(fresh)),
+        };
+        if !is_found {
+            self.row = chosen.and(instant);
         }
     }
 }
@@ -85,8 +93,17 @@ fn unbounded(row: &PlanRow) -> PlanRow {
 pub fn plan(estimate: &Plan, cells: &[Cell], first_bytes: u64, last_bytes: u64) -> Plan {
     let mut plan = *estimate;
     for direction in [Direction::HtoD, Direction::DtoH] {
-        let found: Vec<&Cell> = cells.iter().filter(|cell| cell.key.0 == direction).collect();
-        let rows = merged(stretch(estimate, direction, &found, first_bytes, last_bytes));
+        let found: Vec<&Cell> = cells
+            .iter()
+            .filter(|cell| cell.key.0 == direction)
+            .collect();
+        let rows = merged(stretch(
+            estimate,
+            direction,
+            &found,
+            first_bytes,
+            last_bytes,
+        ));
         let to = match direction {
             Direction::HtoD => &mut plan.htod,
             Direction::DtoH => &mut plan.dtoh,
@@ -161,6 +178,43 @@ mod tests {
 
     const KIB: u64 = 1 << 10;
 
+    #[test]
+    fn the_comparison_at_the_end_decides() {
+        use crate::tune::search::Copier;
+        let found = cell(Direction::HtoD, 1 << 20, Some(8)).row;
+        let instant = cell(Direction::HtoD, 1 << 20, Some(4)).row;
+        // Stock, found, estimate, fresh stock, fresh found, and what comes of it.
+        for (times, instant, wanted) in [
+            ([300, 100, 120, 300, 100], instant, found),
+            ([300, 100, 90, 300, 100], instant, instant),
+            ([300, 100, 99, 300, 100], instant, found),
+            ([300, 100, 300, 300, 100], None, found),
+            ([100, 100, 120, 300, 100], instant, None),
+            ([100, 120, 120, 300, 100], instant, None),
+            ([110, 120, 100, 300, 100], instant, instant),
+            // With fresh memory it loses.
+            ([300, 100, 120, 100, 200], instant, instant),
+            ([300, 100, 300, 100, 200], None, None),
+            ([300, 100, 100, 100, 200], found, None),
+        ] {
+            let mut cell = cell(Direction::HtoD, 1 << 20, Some(8));
+            let [stock, tuned, estimate, fresh_stock, fresh] = times;
+            let series = [stock, 80, tuned, estimate, fresh_stock, fresh].map(|time| Series {
+                subject: Copier::Stock.into(),
+                times: vec![f64::from(time); 5],
+            });
+            cell.settle(&series, instant, 0.02);
+            assert_eq!(cell.row, wanted, "{times:?}");
+            let time = match wanted {
+                None => stock,
+                row if row == found => tuned,
+                _ => estimate,
+            };
+            let gbps = f64::from(1 << 20) / f64::from(time);
+            assert!((cell.class.tuned_gbps - gbps).abs() < 1e-9, "{times:?}");
+        }
+    }
+
     fn cell(direction: Direction, bytes: u64, threads: Option<u32>) -> Cell {
         Cell {
             key: (direction, bytes),
@@ -198,7 +252,12 @@ mod tests {
         ] {
             assert_eq!(threads(bytes), wanted, "{bytes}");
         }
-        let unmeasured = |bytes| (row(&plan, (Direction::DtoH, bytes)), row(&estimate, (Direction::DtoH, bytes)));
+        let unmeasured = |bytes| {
+            (
+                row(&plan, (Direction::DtoH, bytes)),
+                row(&estimate, (Direction::DtoH, bytes)),
+            )
+        };
         for bytes in [64 * KIB, 256 * KIB, 1024 * KIB, 16 << 20, 1 << 40] {
             let (plan, estimate) = unmeasured(bytes);
             assert_eq!(plan, estimate, "{bytes}");

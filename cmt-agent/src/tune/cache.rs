@@ -91,7 +91,10 @@ impl Cache {
         let entries = fs::read_dir(&self.folder).into_iter().flatten().flatten();
         let mut files: Vec<PathBuf> = entries
             .map(|entry| entry.path())
-            .filter(|path| path.extension().is_some_and(|extension| extension == "json"))
+            .filter(|path| {
+                path.extension()
+                    .is_some_and(|extension| extension == "json")
+            })
             .collect();
         files.sort();
         files
@@ -110,7 +113,8 @@ impl Cache {
                 false => '-',
             })
             .collect();
-        self.folder.join(format!("{name}-{:016x}.json", hasher.finish()))
+        self.folder
+            .join(format!("{name}-{:016x}.json", hasher.finish()))
     }
 }
 
@@ -173,20 +177,43 @@ mod tests {
             folder: folder.path().join("new/cmt"),
         };
         assert!(cache.look_up(&machine()).expect("nothing yet").is_none());
-        let path = cache.keep(&machine(), &file("fast", VERSION)).expect("kept");
+        let path = cache
+            .keep(&machine(), &file("fast", VERSION))
+            .expect("kept");
         let kept = cache.look_up(&machine()).expect("sound").expect("there");
-        assert_eq!((kept.path, kept.plan), (path.clone(), cmt_copy::plan::estimate(8)));
-        assert_eq!(cache.files(), [path.clone()]);
+        assert_eq!(
+            (kept.path, kept.plan),
+            (path.clone(), cmt_copy::plan::estimate(8))
+        );
+        assert_eq!(cache.files(), std::slice::from_ref(&path));
         for other in [
-            Machine { cpus: 8, ..machine() },
-            Machine { quota: None, ..machine() },
-            Machine { driver: Some("581".to_owned()), ..machine() },
-            Machine { kernel: Some("7.0".to_owned()), ..machine() },
+            Machine {
+                cpus: 8,
+                ..machine()
+            },
+            Machine {
+                quota: None,
+                ..machine()
+            },
+            Machine {
+                driver: Some("581".to_owned()),
+                ..machine()
+            },
+            Machine {
+                kernel: Some("7.0".to_owned()),
+                ..machine()
+            },
         ] {
-            assert!(cache.look_up(&other).expect("nothing").is_none(), "{other:?}");
+            assert!(
+                cache.look_up(&other).expect("nothing").is_none(),
+                "{other:?}"
+            );
             // Not even under its own name.
             fs::copy(&path, cache.path(&other)).expect("a copy");
-            assert!(cache.look_up(&other).expect("foreign").is_none(), "{other:?}");
+            assert!(
+                cache.look_up(&other).expect("foreign").is_none(),
+                "{other:?}"
+            );
         }
     }
 
@@ -196,10 +223,16 @@ mod tests {
         let cache = Cache {
             folder: folder.path().to_owned(),
         };
-        let path = cache.keep(&machine(), &file("full", "0.0.1")).expect("kept");
+        let path = cache
+            .keep(&machine(), &file("full", "0.0.1"))
+            .expect("kept");
         assert!(cache.look_up(&machine()).expect("sound").is_none());
         fs::write(&path, "{\"schema\": \"cmt/profile/1\"").expect("cut off");
-        let error = cache.look_up(&machine()).err().expect("damaged").to_string();
+        let error = cache
+            .look_up(&machine())
+            .err()
+            .expect("damaged")
+            .to_string();
         assert!(error.contains("not a cmt/profile/1 object"), "{error}");
     }
 }

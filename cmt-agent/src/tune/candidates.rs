@@ -62,7 +62,12 @@ impl Space {
     }
 
     /// Up to `count` rows, the most promising first: `first`, those one step from it, and random ones.
-    pub fn candidates(&self, first: &PlanRow, count: usize, dice: &mut fastrand::Rng) -> Vec<PlanRow> {
+    pub fn candidates(
+        &self,
+        first: &PlanRow,
+        count: usize,
+        dice: &mut fastrand::Rng,
+    ) -> Vec<PlanRow> {
         let first = self.fitted(first);
         let mut found = vec![first];
         let mut neighbours = self.neighbours(&first);
@@ -84,7 +89,9 @@ impl Space {
             slot_bytes: row.slot_bytes.min(most(&self.slots)),
             slice_bytes: row.slice_bytes.min(most(&self.slices)),
             ring_bytes: row.ring_bytes.min(most(&self.rings)),
-            threads: row.threads.clamp(1, self.threads.last().copied().unwrap_or(1)),
+            threads: row
+                .threads
+                .clamp(1, self.threads.last().copied().unwrap_or(1)),
             store: row.store,
         }
     }

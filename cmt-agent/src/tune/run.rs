@@ -313,8 +313,7 @@ impl Search<'_> {
             }
         }
         let best = (0..choices.len()).min_by(|&a, &b| sums[a].total_cmp(&sums[b]));
-        let is_better =
-            |&best: &usize| (sums[best] / cells.len() as f64).exp() < 1.0 - MARGIN;
+        let is_better = |&best: &usize| (sums[best] / cells.len() as f64).exp() < 1.0 - MARGIN;
         self.rig.cores = best.filter(is_better).map_or(before, |best| choices[best]);
         Ok(Some(()))
     }

@@ -121,14 +121,20 @@ impl Series {
         median(&self.times)
     }
 
-    /// Whether this was faster than `other` by more than `margin`, and in most passes of the two.
+    /// What this took over what `other` took, pass by pass.
+    fn ratios(&self, other: &Self) -> Vec<f64> {
+        let pairs = self.times.iter().zip(&other.times);
+        pairs.map(|(own, other)| own / other).collect()
+    }
+
+    /// Whether this was faster than `other` by more than `margin`, by the median of all passes.
+    pub fn seems_faster(&self, other: &Self, margin: f64) -> bool {
+        median(&self.ratios(other)) < 1.0 - margin
+    }
+
+    /// The same, and in most passes.
     pub fn beats(&self, other: &Self, margin: f64) -> bool {
-        let ratios: Vec<f64> = self
-            .times
-            .iter()
-            .zip(&other.times)
-            .map(|(own, other)| own / other)
-            .collect();
+        let ratios = self.ratios(other);
         let faster = ratios.iter().filter(|&&ratio| ratio < 1.0).count();
         !ratios.is_empty()
             && median(&ratios) < 1.0 - margin
@@ -203,7 +209,8 @@ pub fn search(
             rows.truncate(room.max(effort.finalists));
             tried += rows.len();
         }
-        let Some(kept) = halve(timer, rows, estimate, effort.finalists, until, budget, dice)? else {
+        let Some(kept) = halve(timer, rows, estimate, effort.finalists, until, budget, dice)?
+        else {
             return Ok(None);
         };
         rows = kept;
@@ -274,7 +281,10 @@ fn halve(
     budget: Duration,
     dice: &mut fastrand::Rng,
 ) -> anyhow::Result<Option<Vec<PlanRow>>> {
-    let rungs = (rows.len() as f64 / finalists as f64).log2().ceil().max(1.0);
+    let rungs = (rows.len() as f64 / finalists as f64)
+        .log2()
+        .ceil()
+        .max(1.0);
     while rows.len() > finalists {
         until += budget.div_f64(rungs);
         let subjects: Vec<Subject> = rows.iter().map(|&row| Copier::Row(row).into()).collect();

@@ -101,7 +101,7 @@ pub fn classes_text(file: &File) -> String {
             "\n {direction} GB/s     stock   tuned  pinned    gain"
         );
         text += match has_instant {
-            true => "  estimate  fresh: stock   tuned  near\n",
+            true => " estimate  fresh: stock   tuned near\n",
             false => "   near\n",
         };
         for class in classes {
@@ -121,7 +121,7 @@ pub fn classes_text(file: &File) -> String {
             let _ = match has_instant {
                 true => writeln!(
                     text,
-                    "  {:>8}  {:>12}  {:>6}  {near:>4}",
+                    " {:>8}  {:>12}  {:>6} {near:>4}",
                     number(class.instant_gbps),
                     number(class.fresh_stock_gbps),
                     number(class.fresh_tuned_gbps),

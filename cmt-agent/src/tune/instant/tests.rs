@@ -91,7 +91,10 @@ fn one_cpu_stages_nothing_and_two_do() {
     let (_, one) = machine(&cpus("0", "Cpus_allowed_list:\t0"));
     assert_eq!((one.threads, one.plan), (1, Plan::NONE));
     let why = one.declined.expect("a reason");
-    assert!(why.contains("1 CPU may be used, and staging takes two"), "{why}");
+    assert!(
+        why.contains("1 CPU may be used, and staging takes two"),
+        "{why}"
+    );
     let (_, two) = machine(&cpus("0-1", "Cpus_allowed_list:\t0-1"));
     assert_eq!((two.threads, most_threads(&two.plan)), (2, 2));
 }
@@ -119,7 +122,10 @@ fn a_hybrid_laptop_leaves_its_slow_cores_alone() {
         ("sys/devices/cpu_atom/cpus", "6-13"),
     ];
     let (_, estimate) = machine(&[&cpus("0-13", "Cpus_allowed_list:\t0-13")[..], &kinds].concat());
-    assert_eq!((estimate.threads, estimate.plan.cores), (6, cores::PERFORMANCE));
+    assert_eq!(
+        (estimate.threads, estimate.plan.cores),
+        (6, cores::PERFORMANCE)
+    );
     // Unless they are all that there is.
     let (_, slow) = machine(&[&cpus("0-13", "Cpus_allowed_list:\t6-13")[..], &kinds].concat());
     assert_eq!((slow.threads, slow.plan.cores), (8, cores::ALL));
@@ -132,14 +138,20 @@ fn little_cores_of_an_arm_are_left_alone() {
     let capacities: Vec<(String, &str)> = (0..8)
         .map(|id| {
             let capacity = if id < 4 { "400" } else { "1024" };
-            (format!("sys/devices/system/cpu/cpu{id}/cpu_capacity"), capacity)
+            (
+                format!("sys/devices/system/cpu/cpu{id}/cpu_capacity"),
+                capacity,
+            )
         })
         .collect();
     let mut files = cpus("0-7", "Cpus_allowed_list:\t0-7").to_vec();
     files.push(("proc/cpuinfo", "CPU implementer\t: 0x41\nCPU part\t: 0xd40"));
     files.extend(capacities.iter().map(|(path, text)| (&**path, *text)));
     let (host, estimate) = machine(&files);
-    assert_eq!((estimate.threads, estimate.plan.cores), (4, cores::PERFORMANCE));
+    assert_eq!(
+        (estimate.threads, estimate.plan.cores),
+        (4, cores::PERFORMANCE)
+    );
     let cpu = host.machine.cpu.expect("a processor");
     assert_eq!(cpu, "ARM implementer 0x41, part 0xd40");
 }
@@ -165,7 +177,11 @@ fn helpers_stay_at_the_gpus_node() {
         let allowed = format!("Cpus_allowed_list:\t{allowed}");
         let files = [&cpus("0-15", &allowed)[..], &nodes(gpu)].concat();
         let (_, estimate) = machine(&files);
-        assert_eq!((estimate.threads, estimate.plan.cores), (threads, choice), "{gpu} {allowed}");
+        assert_eq!(
+            (estimate.threads, estimate.plan.cores),
+            (threads, choice),
+            "{gpu} {allowed}"
+        );
     }
 }
 
@@ -181,7 +197,11 @@ fn machines_of_one_memory_are_not_guessed_at() {
         (NAME, "Model: \t\t NVIDIA H200", false),
         (NAME, "Model: \t\t NVIDIA GB102-something", false),
         ("proc/device-tree/model", "NVIDIA Jetson AGX Orin\0", true),
-        ("sys/class/dmi/id/product_name", "NVIDIA Grace CPU P4352", true),
+        (
+            "sys/class/dmi/id/product_name",
+            "NVIDIA Grace CPU P4352",
+            true,
+        ),
     ] {
         let (host, estimate) = machine(&[&plain[..], &[(path, text)]].concat());
         assert_eq!(host.unified.is_some(), is_unified, "{text}");

@@ -58,7 +58,11 @@ impl Model {
             + 0.05 * octaves(row.slot_bytes, self.best.slot_bytes)
             + 0.04 * octaves(row.slice_bytes, self.best.slice_bytes)
             + 0.02 * octaves(row.ring_bytes, self.best.ring_bytes)
-            + if row.store == self.best.store { 0.0 } else { 0.15 };
+            + if row.store == self.best.store {
+                0.0
+            } else {
+                0.15
+            };
         self.best_ns * (1.0 + far)
     }
 }
@@ -128,7 +132,11 @@ fn the_optimum_is_found_within_a_few_percent_and_in_time() {
         let before = model.staged(&estimate()) / model.best_ns - 1.0;
         assert!(over < 0.06 && over < before, "{seed}: {over} {row:?}");
         assert!(found.tried >= 30, "{found:?}");
-        assert!(model.elapsed() < EFFORT.budget.mul_f64(1.25), "{:?}", model.elapsed());
+        assert!(
+            model.elapsed() < EFFORT.budget.mul_f64(1.25),
+            "{:?}",
+            model.elapsed()
+        );
         assert!((found.stock_ns / model.stock_ns - 1.0).abs() < 0.03);
         assert!((found.tuned_ns / model.staged(&row) - 1.0).abs() < 0.03);
     }
@@ -144,7 +152,10 @@ fn a_noisy_neighbour_does_not_choose() {
         let found = find(&mut model, Some(estimate()), estimate()).expect("found");
         let row = found.row.expect("staged");
         let over = model.staged(&row) / model.staged(&estimate());
-        assert!(over <= 1.0 + 1e-9, "{seed}: worse than the estimate: {over} {row:?}");
+        assert!(
+            over <= 1.0 + 1e-9,
+            "{seed}: worse than the estimate: {over} {row:?}"
+        );
         worse += u32::from(model.staged(&row) / model.best_ns > 1.15);
     }
     assert!(worse <= 4, "{worse} of 40");
@@ -169,7 +180,11 @@ fn stock_stays_unless_a_row_is_better_than_noise() {
             let best = model.best;
             for estimate in [Some(best), None] {
                 let found = find(&mut model, estimate, best).expect("found");
-                assert_eq!(found.row.is_some(), staged, "{seed} {stock_ns} {estimate:?}");
+                assert_eq!(
+                    found.row.is_some(),
+                    staged,
+                    "{seed} {stock_ns} {estimate:?}"
+                );
                 if !staged {
                     assert_eq!(found.tuned_ns, found.stock_ns);
                 }
@@ -213,7 +228,10 @@ fn an_interrupted_search_says_so_at_every_place() {
     for at in [0, 1, 5, 50, 300, 600] {
         let mut model = Model::new(1);
         model.interrupted_at = Some(at);
-        assert!(find(&mut model, Some(estimate()), estimate()).is_none(), "{at}");
+        assert!(
+            find(&mut model, Some(estimate()), estimate()).is_none(),
+            "{at}"
+        );
     }
 }
 
@@ -230,5 +248,8 @@ fn one_candidate_is_enough() {
     let found = search(&mut model, None, &estimate(), &space, effort, &mut dice);
     let found = found.expect("no failure").expect("found");
     // And those around it.
-    assert!(found.row.is_some() && (2..20).contains(&found.tried), "{found:?}");
+    assert!(
+        found.row.is_some() && (2..20).contains(&found.tried),
+        "{found:?}"
+    );
 }
