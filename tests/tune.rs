@@ -261,6 +261,47 @@ fn interrupted(mut command: Command, answers: u64) -> (Finished, Option<u32>) {
 }
 
 #[test]
+fn every_copy_of_a_candidate_is_staged() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let place = Place::new();
+    let mut tune = place
+        .tune(&["--quiet", "--json"])
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("start cmt tune");
+    let (mut staged, mut sampled) = (0, 0);
+    while tune.try_wait().expect("look at cmt tune").is_none() {
+        thread::sleep(Duration::from_millis(100));
+        let Some(pid) = copier(tune.id()) else {
+            continue;
+        };
+        // It may have ended meanwhile.
+        let status = cmt(["status", &pid.to_string(), "--json"]);
+        let Ok(report) = serde_json::from_str::<Value>(&status.stdout) else {
+            continue;
+        };
+        let process = &report["processes"][0];
+        let sum = |list: &Value, wanted: &dyn Fn(&Value) -> bool| -> u64 {
+            let entries = list.as_array().into_iter().flatten();
+            let wanted = entries.filter(|entry| wanted(entry));
+            wanted.filter_map(|entry| entry["calls"].as_u64()).sum()
+        };
+        staged = staged.max(sum(&process["staged"], &|_| true));
+        let compares = ["timed for comparison", "faster, by comparison"];
+        let is_guards = |entry: &Value| {
+            let reason = entry["reason"].as_str();
+            reason.is_some_and(|reason| compares.contains(&reason))
+        };
+        sampled = sampled.max(sum(&process["passed"], &is_guards));
+    }
+    // The guard of other processes sends one of 256 copies of a class to stock.
+    assert!(staged > 14 * 256, "{staged}");
+    assert_eq!(sampled, 0, "of {staged}");
+}
+
+#[test]
 fn ctrl_c_keeps_the_best_so_far_but_not_as_the_result() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
