@@ -72,13 +72,14 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         kind: args.search,
         profile: args.profile.as_deref(),
         fresh: args.fresh,
+        or_estimate: !args.command.is_empty(),
         quiet: args.quiet,
     })?;
     if let Some(save) = save {
         save.write(&tuned.file.to_text())?;
     }
     if !args.command.is_empty() {
-        for note in &tuned.notes {
+        for note in tuned.notes.iter().filter(|_| !args.quiet) {
             eprintln!("cmt: {note}");
         }
         ensure!(

@@ -21,6 +21,28 @@ const REPEATED_BYTES: u64 = 8 << 20;
 const VISIT_BYTES: u64 = 4 << 20;
 const VISIT_COPIES: u64 = 5;
 
+/// Why there is no plan at all, not even an estimate.
+#[derive(Debug, thiserror::Error)]
+pub enum Halt {
+    /// A byte was wrong.
+    #[error(
+        "WRONG DATA: byte {at} of {direction} {size} ({memory:?} memory, tuned) did not arrive; nothing was saved"
+    )]
+    WrongData {
+        /// Which.
+        at: usize,
+        /// `HtoD` or `DtoH`.
+        direction: &'static str,
+        /// Of the copy, for people.
+        size: String,
+        /// The host's side.
+        memory: Memory,
+    },
+    /// Ctrl-C has come.
+    #[error("interrupted before anything was measured; nothing was saved")]
+    Interrupted,
+}
+
 /// A process that copies and is attached to.
 pub struct Rig {
     session: Session,
@@ -109,11 +131,12 @@ impl Rig {
                 bail!("the process to measure answered something else");
             };
             if let Some(at) = batch.wrong_at {
-                bail!(
-                    "WRONG DATA: byte {at} of {} {} ({memory:?} memory, tuned) did not arrive; nothing was saved",
-                    self.direction.name(),
-                    compare::bytes(self.bytes)
-                );
+                bail!(Halt::WrongData {
+                    at,
+                    direction: self.direction.name(),
+                    size: compare::bytes(self.bytes),
+                    memory,
+                });
             }
         }
         Ok(Some(()))

@@ -23,6 +23,7 @@ use crate::topology;
 use cache::{Cache, Kept};
 use host::Host;
 use instant::Estimate;
+use measure::Halt;
 pub use table::{classes_text, machine_text, plan_text, text};
 
 /// How much is spent on a plan.
@@ -66,6 +67,8 @@ pub struct Wish<'a> {
     pub profile: Option<&'a Path>,
     /// Measure although there is a result.
     pub fresh: bool,
+    /// Where it cannot be measured, an estimate does.
+    pub or_estimate: bool,
     /// Show no progress.
     pub quiet: bool,
 }
@@ -142,7 +145,14 @@ fn for_host(wish: &Wish, host: &Host) -> anyhow::Result<Tuned> {
     if wish.kind == Kind::Instant {
         return Ok(at_once(host, estimate));
     }
-    let outcome = run::run(wish.kind, host, &estimate, wish.quiet)?;
+    let outcome = match run::run(wish.kind, host, &estimate, wish.quiet) {
+        Err(why) if wish.or_estimate && why.downcast_ref::<Halt>().is_none() => {
+            let mut tuned = at_once(host, estimate);
+            tuned.notes.push(format!("not measured: {why:#}"));
+            return Ok(tuned);
+        }
+        outcome => outcome?,
+    };
     let (machine, is_here) = measured_machine(host, &outcome.device);
     let origin = Origin::now();
     let measured = Measured {

@@ -11,7 +11,7 @@ use super::assemble::{self, Cell, Key};
 use super::candidates::Space;
 use super::host::Host;
 use super::instant::Estimate;
-use super::measure::Rig;
+use super::measure::{Halt, Rig};
 use super::search::{self, Copier, Effort, Found, Series, Subject, Timer as _};
 use crate::bench::wire::Direction;
 use crate::compare;
@@ -88,17 +88,16 @@ pub struct Outcome {
 /// Without libcuda, device or rights; when the process that copies fails; when a byte was wrong; and when interrupted
 /// before anything was measured.
 pub fn run(kind: Kind, host: &Host, estimate: &Estimate, quiet: bool) -> anyhow::Result<Outcome> {
-    const NOTHING: &str = "interrupted before anything was measured; nothing was saved";
     let limits = Limits::of(kind);
     let threads = host.topology.threads();
     let bar = bar(quiet)?;
     bar.set_message("starting");
     let Some(mut rig) = Rig::start(threads)? else {
-        bail!(NOTHING);
+        bail!(Halt::Interrupted);
     };
     rig.cores = Cores::of(estimate.plan.cores);
     let Some(largest) = rig.allocate(1 << limits.last)? else {
-        bail!(NOTHING);
+        bail!(Halt::Interrupted);
     };
     // The largest come first: they take longest, and what is left over is for the others.
     let keys: Vec<Key> = (limits.first..=limits.last)
@@ -127,7 +126,7 @@ pub fn run(kind: Kind, host: &Host, estimate: &Estimate, quiet: bool) -> anyhow:
         stages: false,
     };
     let mut finished = search.search_all(&keys)?;
-    ensure!(!search.cells.is_empty(), NOTHING);
+    ensure!(!search.cells.is_empty(), Halt::Interrupted);
     if finished && kind == Kind::Full {
         finished = search.choose_cores(&host.topology)?.is_some()
             && search.compare_with_estimate()?.is_some();

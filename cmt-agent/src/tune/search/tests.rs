@@ -16,6 +16,8 @@ struct Model {
     fresh_stock_ns: f64,
     fresh_staged_ns: f64,
     noise: f64,
+    /// What a step away from the best row costs, over the usual.
+    steepness: f64,
     /// Part of all visits that a neighbour makes this much slower, in bursts of `burst` visits.
     burst: Option<(f64, usize)>,
     left_of_burst: usize,
@@ -42,6 +44,7 @@ impl Model {
             fresh_stock_ns: 900e3,
             fresh_staged_ns: 400e3,
             noise: 0.02,
+            steepness: 1.0,
             burst: None,
             left_of_burst: 0,
             clock: 0.0,
@@ -63,7 +66,7 @@ impl Model {
             } else {
                 0.15
             };
-        self.best_ns * (1.0 + far)
+        self.best_ns * (1.0 + self.steepness * far)
     }
 }
 
@@ -168,6 +171,11 @@ fn the_estimate_stays_where_nothing_is_better_than_noise() {
         let best = model.best;
         let found = find(&mut model, Some(best), best).expect("found");
         assert_eq!(found.row, Some(best), "{seed}");
+        // And where all rows are alike.
+        let mut model = Model::new(seed);
+        (model.steepness, model.noise) = (0.0, 0.2);
+        let found = find(&mut model, Some(estimate()), estimate()).expect("found");
+        assert_eq!(found.row, Some(estimate()), "{seed}");
     }
 }
 
