@@ -7,6 +7,7 @@ use procfs::process::Process;
 use procfs::{FromBufRead as _, ProcResult, ProcessCGroups};
 
 use crate::target::text;
+use crate::topology::numbers;
 
 /// Where cgroups of version 2 and the CPU controller of version 1 are mounted.
 const V2_ROOTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
@@ -40,6 +41,25 @@ impl Cpus {
             allowed: allowed.max(1),
             quota: quotas.into_iter().reduce(f64::min),
         })
+    }
+
+    /// Numbers of the processors that this process may use, by `proc/self/status` below `root`; empty if it is not there.
+    pub(crate) fn allowed_under(root: &Path) -> Vec<u32> {
+        let status = text::read(root.join("proc/self/status")).unwrap_or_default();
+        let list = status
+            .lines()
+            .find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+        list.map_or_else(Vec::new, numbers)
+    }
+
+    /// The quota of this process, by `proc/self/cgroup` and the cgroups below `root`.
+    pub(crate) fn quota_under(root: &Path) -> Option<f64> {
+        let groups = text::read(root.join("proc/self/cgroup")).ok()?;
+        folders(&groups)
+            .ok()?
+            .into_iter()
+            .filter_map(|(folder, read)| read(&root.join(folder.strip_prefix("/").ok()?)))
+            .reduce(f64::min)
     }
 
     /// Threads that may run at once without being throttled: at least 1.

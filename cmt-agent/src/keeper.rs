@@ -36,6 +36,8 @@ enum Job {
         whom: Whom,
         /// Threads that may move bytes
         threads: u32,
+        /// Flags of the control block
+        flags: u32,
     },
     /// Detach
     Detach {
@@ -77,11 +79,20 @@ enum Answer<T> {
 
 /// Has a keeper attach to `target`; the time it took includes the keeper's start.
 pub fn attach(target: &Target, plan: &Plan, threads: u32) -> anyhow::Result<Attached> {
+    attach_with(target, plan, threads, 0)
+}
+
+/// The same, for measuring plans: every copy that the plan stages is staged.
+pub fn attach_unguarded(target: &Target, plan: &Plan, threads: u32) -> anyhow::Result<Attached> {
+    attach_with(target, plan, threads, injector::flag::UNGUARDED)
+}
+
+fn attach_with(target: &Target, plan: &Plan, threads: u32, flags: u32) -> anyhow::Result<Attached> {
     let started = Instant::now();
     let mut attached: Attached = ask(
         "attach",
         target,
-        &[&threads.to_string()],
+        &[&threads.to_string(), &flags.to_string()],
         &profile::to_json(plan),
     )?;
     attached.took = started.elapsed();
@@ -138,7 +149,11 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     alarm::set(MOST_S);
     injector::reap_the_ended();
     let text = match args.job {
-        Job::Attach { whom, threads } => answer(attach_here(&whom, threads)),
+        Job::Attach {
+            whom,
+            threads,
+            flags,
+        } => answer(attach_here(&whom, threads, flags)),
         Job::Detach { whom } => answer(detach_here(&whom)),
     }?;
     // Whoever asked may be gone.
@@ -153,11 +168,11 @@ fn answer<T: Serialize>(result: anyhow::Result<T>) -> serde_json::Result<String>
     })
 }
 
-fn attach_here(whom: &Whom, threads: u32) -> anyhow::Result<Attached> {
+fn attach_here(whom: &Whom, threads: u32, flags: u32) -> anyhow::Result<Attached> {
     let mut input = String::new();
     std::io::stdin().read_to_string(&mut input)?;
     let plan = profile::parse(&input, Path::new("-"))?;
-    Ok(injector::attach(&mut whom.open()?, &plan, threads)?)
+    Ok(injector::attach(&mut whom.open()?, &plan, threads, flags)?)
 }
 
 fn detach_here(whom: &Whom) -> anyhow::Result<Detached> {

@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod commands;
 pub mod compare;
+pub mod cores;
 pub mod cpus;
 pub mod doctor;
 pub mod fleet;
@@ -21,7 +22,9 @@ pub mod probes;
 pub mod profile;
 pub mod serve;
 pub mod target;
+pub mod topology;
 pub mod trace;
+pub mod tune;
 pub mod wait;
 pub mod watch;
 pub mod workload;

@@ -1,12 +1,14 @@
 //! The link between host and GPU, as sysfs tells of it.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// Where the kernel lists what is on the bus.
-pub const DEVICES: &str = "/sys/bus/pci/devices";
+use crate::topology;
+
+/// Where the kernel lists what is on the bus, below the root.
+const DEVICES: &str = "sys/bus/pci/devices";
 const NVIDIA: &str = "0x10de";
 /// Base class of display controllers, 3D accelerators among them.
 const DISPLAY: &str = "0x03";
@@ -54,10 +56,14 @@ impl Link {
             let (speed, width) = pretended.rsplit_once(" x")?;
             return Self::parse(speed.to_owned(), width);
         }
-        fs::read_dir(DEVICES)
-            .ok()?
-            .flatten()
-            .filter_map(|device| Self::of(&device.path()))
+        Self::best_under(&topology::root())
+    }
+
+    /// The same below `root`.
+    pub fn best_under(root: &Path) -> Option<Self> {
+        gpus(root)
+            .iter()
+            .filter_map(|device| Self::of(device))
             .max_by(|one, other| one.pinned_gb_per_s().total_cmp(&other.pinned_gb_per_s()))
     }
 
@@ -66,10 +72,6 @@ impl Link {
             let text = fs::read_to_string(device.join(name)).ok()?;
             Some(text.trim().to_owned())
         };
-        let is_gpu = file("vendor")? == NVIDIA && file("class")?.starts_with(DISPLAY);
-        if !is_gpu {
-            return None;
-        }
         let able = Self::ability(device)?;
         // A fast card in a slow slot is as fast as the slot. A virtual machine's slots say nothing true, but less than what
         // the link runs at now it is not.
@@ -106,6 +108,26 @@ impl Link {
             .unwrap_or(0.0);
         transfers * f64::from(self.width) / 8.0 * PINNED_SHARE
     }
+}
+
+/// The folders of all NVIDIA GPUs on the bus, below `root`.
+pub fn gpus(root: &Path) -> Vec<PathBuf> {
+    let is_gpu = |device: &Path| {
+        let says = |name: &str, start: &str| {
+            topology::word(&device.join(name)).is_some_and(|text| text.starts_with(start))
+        };
+        says("vendor", NVIDIA) && says("class", DISPLAY)
+    };
+    let devices = fs::read_dir(root.join(DEVICES));
+    let mut gpus: Vec<PathBuf> = devices
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|device| device.path())
+        .filter(|device| is_gpu(device))
+        .collect();
+    gpus.sort();
+    gpus
 }
 
 #[cfg(test)]

@@ -4,7 +4,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use cmt_agent::bench::copier;
-use cmt_agent::commands::{attach, bench, detach, doctor, fleet, serve, status, trace, tune};
+use cmt_agent::commands::{
+    attach, bench, detach, doctor, fleet, profile, serve, status, trace, tune,
+};
 use cmt_agent::{keeper, pipe};
 
 #[cfg(feature = "fuzzing")]
@@ -24,8 +26,9 @@ enum Command {
     Attach(attach::Args),
     Detach(detach::Args),
     Status(status::Args),
-    Tune(tune::Args),
     Bench(bench::Args),
+    Tune(tune::Args),
+    Profile(profile::Args),
     Doctor(doctor::Args),
     Serve(serve::Args),
     Fleet(fleet::Args),
@@ -41,8 +44,9 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Attach(args) => attach::run(args),
         Command::Detach(args) => detach::run(args),
         Command::Status(args) => status::run(args),
-        Command::Tune(args) => tune::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::Tune(args) => tune::run(args),
+        Command::Profile(args) => profile::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Serve(args) => serve::run(args),
         Command::Fleet(args) => fleet::run(args),

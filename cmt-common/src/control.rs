@@ -10,7 +10,7 @@ use crate::api::{DRIVER_FNS, HOOKED};
 /// First eight bytes of a control block.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"cmt-ctl\0");
 /// Changes whenever the layout or the meaning of a field does.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Bytes of the memfd that holds a [`Control`].
 pub const CONTROL_BYTES: usize = 32 << 10;
 /// The control block's memfd carries this name, so that a later `cmt` finds it in `/proc/PID/maps`.
@@ -169,6 +169,28 @@ pub struct HookSlot {
     pub reason: [u8; 96],
 }
 
+/// Flags of the host, in [`Control::flags`].
+pub mod flag {
+    /// Every copy that the plan stages is staged: the guard, which hands classes that lose back, is not there. For
+    /// measuring plans.
+    pub const UNGUARDED: u32 = 1;
+}
+
+/// Words of a set of CPUs: 1024 of them, as many as a `cpu_set_t` holds.
+pub const CPU_WORDS: usize = 16;
+
+/// Which of its CPUs the helpers of a process run on, in [`Plan::cores`].
+pub mod cores {
+    /// All.
+    pub const ALL: u32 = 0;
+    /// Those of the fastest kind, where there are several.
+    pub const PERFORMANCE: u32 = 1;
+    /// Those of the NUMA node that the GPU is at.
+    pub const GPU_NODE: u32 = 2;
+    /// One of those that share a core.
+    pub const ONE_PER_CORE: u32 = 3;
+}
+
 /// Most rows of a plan for one direction.
 pub const PLAN_ROWS: usize = 16;
 
@@ -208,6 +230,10 @@ pub struct Plan {
     pub htod: [PlanRow; PLAN_ROWS],
     /// Rows for DtoH.
     pub dtoh: [PlanRow; PLAN_ROWS],
+    /// One of [`cores`]. The host looks up which CPUs these are ([`Control::helper_cpus`]).
+    pub cores: u32,
+    /// Zero.
+    pub _pad: u32,
 }
 
 impl Plan {
@@ -224,6 +250,8 @@ impl Plan {
         Self {
             htod: [row; PLAN_ROWS],
             dtoh: [row; PLAN_ROWS],
+            cores: cores::ALL,
+            _pad: 0,
         }
     };
 }
@@ -428,14 +456,17 @@ pub struct Control {
     pub message: [u8; 256],
     /// Host: most threads that may move bytes at once, by the host's view of affinity and cgroup; 0 leaves it to the payload.
     pub max_threads: AtomicU32,
-    /// Zero.
-    pub _pad: u32,
+    /// Host: [`flag`]s, for the next ENABLE.
+    pub flags: AtomicU32,
     /// Host: addresses by [`crate::api::DriverFn`].
     pub driver: [AtomicU64; DRIVER_FNS.len()],
     /// Hooks by position in `COPY_FNS`.
     pub hooks: [HookSlot; HOOKED],
     /// Host: the plan that the next ENABLE or SET_PLAN reads.
     pub plan: Plan,
+    /// Host: CPUs that helpers run on as far as the process may use them, a bit each, for the next ENABLE or SET_PLAN;
+    /// all zero for any.
+    pub helper_cpus: [AtomicU64; CPU_WORDS],
     /// Payload: what happened.
     pub counters: Counters,
 }

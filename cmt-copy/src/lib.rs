@@ -29,6 +29,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cmt_common::api::{COPY_FNS, CopyFn, Direction, DirectionFrom, HOOKED};
+use cmt_common::control::CPU_WORDS;
 pub use cmt_common::control::{PassReason, Plan, PlanRow};
 
 use crate::classify::Span;
@@ -337,6 +338,12 @@ impl Engine {
             self.lanes.crew.stop();
             self.lanes.free_all(&self.driver, SHUTDOWN_PATIENCE);
         }
+    }
+
+    /// Helpers run on these CPUs (a bit each) from their next copy on, as far as the process may use them; on all of its
+    /// CPUs where it may use none of these.
+    pub fn set_helper_cpus(&self, cpus: [u64; CPU_WORDS]) {
+        self.lanes.crew.set_cpus(cpus);
     }
 
     /// Pinned bytes held now.

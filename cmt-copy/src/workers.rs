@@ -8,9 +8,11 @@
 use core::ffi::{CStr, c_void};
 use core::mem::MaybeUninit;
 use core::ptr::{null, null_mut};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+
+use cmt_common::control::CPU_WORDS;
 
 use crate::pool::Lanes;
 use crate::protocol::Line;
@@ -42,6 +44,9 @@ pub(crate) struct Crew {
     /// CPUs that the process may use, as its main thread sees it: a helper must not inherit the binding of whichever
     /// thread makes the first copy.
     cpus: Option<libc::cpu_set_t>,
+    /// Those of them that helpers are to run on, and how often that has changed.
+    wanted_cpus: [AtomicU64; CPU_WORDS],
+    cpus_changed: AtomicU32,
 }
 
 #[derive(Default)]
@@ -68,6 +73,48 @@ impl Crew {
             most,
             threads: Mutex::default(),
             cpus: main_thread_cpus(),
+            wanted_cpus: core::array::from_fn(|_| AtomicU64::new(0)),
+            cpus_changed: AtomicU32::new(1),
+        }
+    }
+
+    /// Helpers go to these CPUs before they next look for work.
+    pub(crate) fn set_cpus(&self, cpus: [u64; CPU_WORDS]) {
+        for (wanted, cpus) in self.wanted_cpus.iter().zip(cpus) {
+            wanted.store(cpus, Ordering::Relaxed);
+        }
+        self.cpus_changed.fetch_add(1, Ordering::Release);
+    }
+
+    /// The CPUs that helpers run on: those wanted that the process may use, else all that it may use.
+    fn helper_cpus(&self) -> Option<libc::cpu_set_t> {
+        let allowed = self.cpus?;
+        // SAFETY: a set is an array of bits, and `cpu` stays below their number.
+        unsafe {
+            let mut chosen = core::mem::zeroed::<libc::cpu_set_t>();
+            for cpu in 0..64 * CPU_WORDS {
+                let wanted = self.wanted_cpus[cpu / 64].load(Ordering::Relaxed) >> (cpu % 64) & 1;
+                if wanted == 1 && libc::CPU_ISSET(cpu, &allowed) {
+                    libc::CPU_SET(cpu, &mut chosen);
+                }
+            }
+            Some(match libc::CPU_COUNT(&chosen) {
+                0 => allowed,
+                _ => chosen,
+            })
+        }
+    }
+
+    /// Binds the calling helper anew if that has changed since it did so last.
+    fn follow_cpus(&self, seen: &mut u32) {
+        let changed = self.cpus_changed.load(Ordering::Acquire);
+        if changed == *seen {
+            return;
+        }
+        *seen = changed;
+        if let Some(cpus) = self.helper_cpus() {
+            // SAFETY: a whole set, for this thread. Where it fails, the set that it had stays.
+            unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &cpus) };
         }
     }
 
@@ -179,7 +226,9 @@ fn help(lanes: &Lanes, number: u32) {
     let mut idle_since = None;
     let mut woken = false;
     let mut turn = number as usize;
+    let mut cpus_seen = 0;
     loop {
+        crew.follow_cpus(&mut cpus_seen);
         if lanes.help_once(turn, &mut woken) {
             turn = turn.wrapping_add(1);
             idle_since = None;
@@ -284,10 +333,6 @@ extern "C" fn run(start: *mut c_void) -> *mut c_void {
     // SAFETY: `spawn` made this pointer from a box and gave it away.
     let start = unsafe { Box::from_raw(start.cast::<Start>()) };
     name_thread(start.number);
-    if let Some(cpus) = &start.lanes.crew.cpus {
-        // SAFETY: a whole set, for this thread. Where it fails, the inherited set stays.
-        unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), cpus) };
-    }
     schedule_as_main_thread();
     help(&start.lanes, start.number);
     null_mut()
@@ -378,5 +423,46 @@ mod tests {
         crew.ensure(&lanes, 5);
         assert_eq!(crew.live(), 2);
         crew.stop();
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel for CPUs")]
+    fn helpers_run_on_the_wanted_cpus_that_the_process_may_use() {
+        let lanes = Arc::new(Lanes::new(1));
+        let crew = &lanes.crew;
+        let allowed = crew.cpus.expect("our CPUs");
+        // SAFETY: looks at bits within the set.
+        let is_set = |cpus: &libc::cpu_set_t, cpu| unsafe { libc::CPU_ISSET(cpu, cpus) };
+        let of = |cpus: libc::cpu_set_t| -> Vec<usize> {
+            (0..1024).filter(|&cpu| is_set(&cpus, cpu)).collect()
+        };
+        let ours = of(allowed);
+        assert_eq!(of(crew.helper_cpus().expect("a set")), ours, "no wish");
+        let last = *ours.last().expect("one at least");
+        let mut wanted = [0; CPU_WORDS];
+        wanted[last / 64] = 1 << (last % 64);
+        let foreign = (0..1024)
+            .find(|cpu| !ours.contains(cpu))
+            .expect("not all of 1024");
+        let mut none_of_ours = [0; CPU_WORDS];
+        none_of_ours[foreign / 64] = 1 << (foreign % 64);
+        crew.set_cpus(none_of_ours);
+        assert_eq!(of(crew.helper_cpus().expect("a set")), ours, "none of ours");
+        wanted[foreign / 64] |= 1 << (foreign % 64);
+        crew.set_cpus(wanted);
+        assert_eq!(of(crew.helper_cpus().expect("a set")), [last]);
+        // And a thread that follows is bound.
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                crew.follow_cpus(&mut 0);
+                // SAFETY: a whole set, of this thread.
+                let bound = unsafe {
+                    let mut set = core::mem::zeroed::<libc::cpu_set_t>();
+                    libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set);
+                    set
+                };
+                assert_eq!(of(bound), [last]);
+            });
+        });
     }
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering}
 use std::time::{Duration, Instant};
 
 use cmt_common::api::{COPY_FNS, HOOKED, Shape};
-use cmt_common::control::{ClassCounters, Control, PassReason, Plan, size_class};
+use cmt_common::control::{CPU_WORDS, ClassCounters, Control, PassReason, Plan, flag, size_class};
 use cmt_copy::{Driver, Engine, Memcpy2D, Outcome, Request};
 
 use crate::launch;
@@ -333,23 +333,33 @@ pub fn enable(control: &'static Control, plan: Plan) -> Result<(), String> {
         let driver =
             unsafe { Driver::new(&originals, &driver) }.map_err(|error| error.to_string())?;
         let most_threads = control.max_threads.load(Ordering::Acquire);
-        let engine = Engine::new(driver, plan, most_threads).guarded();
+        let engine = Engine::new(driver, plan, most_threads);
+        let engine = match control.flags.load(Ordering::Acquire) & flag::UNGUARDED {
+            0 => engine.guarded(),
+            _ => engine,
+        };
+        engine.set_helper_cpus(helper_cpus(control));
         note_cut_overs(&engine);
         ENGINE.store(Box::into_raw(Box::new(engine)), Ordering::Release);
     } else {
-        set_plan(plan);
+        set_plan(control, plan);
     }
     ENABLED.store(true, Ordering::SeqCst);
     Ok(())
 }
 
 /// Gives the engine another plan.
-pub fn set_plan(plan: Plan) {
+pub fn set_plan(control: &Control, plan: Plan) {
     // SAFETY: only this thread frees the engine.
     if let Some(engine) = unsafe { ENGINE.load(Ordering::Acquire).as_ref() } {
         engine.set_plan(plan);
+        engine.set_helper_cpus(helper_cpus(control));
         note_cut_overs(engine);
     }
+}
+
+fn helper_cpus(control: &Control) -> [u64; CPU_WORDS] {
+    std::array::from_fn(|word| control.helper_cpus[word].load(Ordering::Acquire))
 }
 
 fn note_cut_overs(engine: &Engine) {
@@ -458,7 +468,7 @@ mod tests {
             threads: 2,
             ..plan.htod[0]
         };
-        set_plan(plan);
+        set_plan(control, plan);
         // Without an engine, whoever would ask it counts nothing.
         let engine = ENGINE.swap(std::ptr::null_mut(), Ordering::AcqRel);
         assert_eq!(sync_copy::<0>(1, 2, 999), 999);

@@ -109,7 +109,7 @@ fn carry_out(
             control.state.store(state::PREPARED, Ordering::Release);
         }
         command::ENABLE => enable(control)?,
-        command::SET_PLAN => route::set_plan(plan(control)),
+        command::SET_PLAN => route::set_plan(control, plan(control)),
         command::DISABLE => {
             if !route::disable(DRAIN_LIMIT) {
                 return Err("copies in flight did not come back".to_owned());

@@ -32,7 +32,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     anyhow::ensure!(parent_id() == args.parent, "the bench has ended");
     if !device::is_present() {
         return answer(&Reply::Failed(
-            "no libcuda was found: the bench needs NVIDIA's driver, or the stand-in (tests/stand-in) on LD_LIBRARY_PATH"
+            "no libcuda was found: measuring copies needs NVIDIA's driver, or the stand-in (tests/stand-in) on LD_LIBRARY_PATH"
                 .to_owned(),
         ));
     }
@@ -52,6 +52,11 @@ pub fn run(args: Args) -> anyhow::Result<()> {
                 .context("nothing was allocated")
                 .and_then(|buffers| buffers.measure(&cell))
                 .map(Reply::Measured),
+            Request::Time(cell, before) => buffers
+                .as_mut()
+                .context("nothing was allocated")
+                .and_then(|buffers| buffers.time(&cell, before))
+                .map(Reply::Timed),
         };
         answer(&reply.unwrap_or_else(|error| Reply::Failed(format!("{error:#}"))))?;
     }
@@ -126,6 +131,28 @@ impl Buffers {
         let spent = cpu_time(ClockId::CLOCK_PROCESS_CPUTIME_ID)?.saturating_sub(cpu);
         batch.cpu_ns = spent.saturating_sub(preparing).as_nanos() as u64;
         Ok(batch)
+    }
+
+    /// `before` copies that are not timed, which wake the helpers, then the timed ones.
+    fn time(&mut self, cell: &Cell, before: usize) -> anyhow::Result<Vec<u64>> {
+        for _ in 0..before {
+            let mut fresh = self.fresh(cell)?;
+            self.copy(cell, fresh.as_deref_mut())?;
+            device::synchronize()?;
+        }
+        let mut times = Vec::new();
+        let started = Instant::now();
+        while times.len() < cell.least
+            || (times.len() < cell.most
+                && started.elapsed().as_millis() < u128::from(cell.budget_ms))
+        {
+            let mut fresh = self.fresh(cell)?;
+            let begun = Instant::now();
+            self.copy(cell, fresh.as_deref_mut())?;
+            device::synchronize()?;
+            times.push(begun.elapsed().as_nanos() as u64);
+        }
+        Ok(times)
     }
 
     /// The new mapping for a copy with fresh memory.

@@ -11,9 +11,9 @@ mod machine;
 mod mapping;
 mod page;
 mod report;
-mod session;
+pub(crate) mod session;
 mod table;
-mod wire;
+pub(crate) mod wire;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -191,7 +191,7 @@ fn measure(settings: &Settings, session: &mut Session, device: &Device) -> anyho
 }
 
 /// The largest power of two that fits, and what limits it.
-fn largest(wanted: u64, device: &Device) -> anyhow::Result<(u64, Option<&'static str>)> {
+pub(crate) fn largest(wanted: u64, device: &Device) -> anyhow::Result<(u64, Option<&'static str>)> {
     let host = procfs::Meminfo::current()
         .ok()
         .and_then(|info| info.mem_available)

@@ -44,6 +44,8 @@ pub enum Request {
     },
     /// Time copies of one kind.
     Measure(Cell),
+    /// Time a few copies of one kind right now, after so many that are not counted; they are not checked.
+    Time(Cell, usize),
 }
 
 /// One kind of copy, and how often to make it.
@@ -73,6 +75,8 @@ pub enum Reply {
     Allocated,
     /// The copies were made.
     Measured(Batch),
+    /// They were made, each in so many nanoseconds until the device was idle.
+    Timed(Vec<u64>),
     /// It could not do it.
     Failed(String),
 }

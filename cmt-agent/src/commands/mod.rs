@@ -5,6 +5,7 @@ pub mod bench;
 pub mod detach;
 pub mod doctor;
 pub mod fleet;
+pub mod profile;
 pub mod serve;
 pub mod status;
 pub mod trace;

@@ -1,41 +1,143 @@
-//! `cmt tune`: runs a program with the best plan for this machine.
+//! `cmt tune`: the best plan for this machine, and programs that run by it.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use crate::cpus::Cpus;
-use crate::launch::Measured;
-use crate::{launch, profile};
+use anyhow::ensure;
+use serde::Serialize;
 
-/// Run a program so that its copies are staged from the first one on
+use crate::launch::{self, Measured};
+use crate::output_file::OutputFile;
+use crate::pipe;
+use crate::profile::File;
+use crate::tune::{self, From, Kind, Tuned, Wish};
+
+/// Find the best plan for this machine, and run a command by it
 #[derive(clap::Args)]
 pub struct Args {
-    /// Copy by the plan in this file
-    #[arg(long, value_name = "FILE")]
+    /// What to spend on the plan
+    #[arg(long, value_enum, value_name = "KIND", default_value = "fast")]
+    search: Kind,
+    /// Take the plan in this file, and search for none
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["search", "fresh"])]
     profile: Option<PathBuf>,
-    /// Do not tell at the end what was gained
+    /// Write the plan as a profile
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
+    /// Measure although this machine has been measured before
+    #[arg(long)]
+    fresh: bool,
+    /// Show no progress, and say nothing of the gain
     #[arg(long)]
     quiet: bool,
-    /// Write what was gained to this file (cmt/run/1)
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-    /// Program to run, and its arguments
-    #[arg(last = true, required = true)]
+    /// Write one JSON object to FILE: the plan (cmt/tune/1; to stdout where no FILE is named), or what the command has gained
+    /// (cmt/run/1)
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    json: Option<Option<PathBuf>>,
+    /// Command to run by the plan
+    #[arg(last = true)]
     command: Vec<OsString>,
 }
 
-/// Runs it; ends as it ends.
+/// What `--json` writes.
+#[derive(Serialize)]
+struct Object<'a> {
+    schema: &'static str,
+    search: Kind,
+    from: &'a From,
+    took_s: f64,
+    interrupted: bool,
+    threads: u32,
+    cached: Option<&'a PathBuf>,
+    saved: Option<&'a PathBuf>,
+    notes: &'a [String],
+    profile: &'a File,
+}
+
+/// Finds a plan, and runs the command by it or shows it.
 pub fn run(args: Args) -> anyhow::Result<()> {
-    let plan = match &args.profile {
-        Some(path) => profile::read(path)?,
-        None => cmt_copy::plan::estimate(Cpus::of(std::process::id())?.threads()),
+    ensure!(
+        args.command.is_empty() || args.json != Some(None),
+        "--json needs a FILE where a command runs, whose stdout is its own; nothing was done"
+    );
+    const UNTOUCHED: &str = "nothing was measured";
+    let save = args
+        .save
+        .as_deref()
+        .map(|path| OutputFile::open(path, UNTOUCHED))
+        .transpose()?;
+    let json = match (&args.json, args.command.is_empty()) {
+        (Some(Some(path)), true) => Some(OutputFile::open(path, UNTOUCHED)?),
+        _ => None,
     };
-    let measured = Measured::default();
-    launch::run(
-        &args.command,
-        &plan,
-        &measured,
-        args.quiet,
-        args.json.as_deref(),
-    )
+    let tuned = tune::tune(&Wish {
+        kind: args.search,
+        profile: args.profile.as_deref(),
+        fresh: args.fresh,
+        or_estimate: !args.command.is_empty(),
+        quiet: args.quiet,
+    })?;
+    if let Some(save) = save {
+        save.write(&tuned.file.to_text())?;
+    }
+    if !args.command.is_empty() {
+        for note in tuned.notes.iter().filter(|_| !args.quiet) {
+            eprintln!("cmt: {note}");
+        }
+        ensure!(
+            !tuned.interrupted,
+            "interrupted before {} was started",
+            args.command[0].display()
+        );
+        let json = args.json.as_ref().and_then(Option::as_deref);
+        return launch::run(
+            &args.command,
+            &tuned.plan,
+            &measured(&tuned),
+            args.quiet,
+            json,
+        );
+    }
+    match (json, &args.json) {
+        (Some(file), _) => file.write(&object(&args, &tuned)?)?,
+        (None, Some(_)) => return pipe::print(&object(&args, &tuned)?),
+        (None, None) => {}
+    }
+    let mut text = tune::text(&tuned);
+    if let Some(path) = &args.save {
+        text += &format!("\nsaved in {}\n", path.display());
+    }
+    pipe::print(&text)
+}
+
+/// What was measured on this machine. What another one has said of itself is no measure of what is gained here.
+fn measured(tuned: &Tuned) -> Measured {
+    let is_ours = matches!(tuned.from, From::Search | From::Cache(_));
+    let measured = tuned.file.measured.as_ref().filter(|_| is_ours);
+    let classes = measured.into_iter().flat_map(|measured| &measured.classes);
+    let classes = classes.map(|class| launch::Class {
+        dtoh: class.direction == "DtoH",
+        bytes: class.bytes,
+        stock_gbps: class.stock_gbps,
+        tuned_gbps: class.tuned_gbps,
+    });
+    Measured {
+        classes: classes.collect(),
+    }
+}
+
+fn object(args: &Args, tuned: &Tuned) -> anyhow::Result<String> {
+    let object = Object {
+        schema: "cmt/tune/1",
+        search: tuned.kind,
+        from: &tuned.from,
+        took_s: tuned.took.as_secs_f64(),
+        interrupted: tuned.interrupted,
+        threads: tuned.threads,
+        cached: tuned.cached.as_ref(),
+        saved: args.save.as_ref(),
+        notes: &tuned.notes,
+        profile: &tuned.file,
+    };
+    Ok(serde_json::to_string(&object)? + "\n")
 }

@@ -26,7 +26,7 @@ use crate::target::memory::Memory;
 use crate::target::symbols::{self, Symbols};
 use crate::target::text::printable;
 use crate::trace::memory;
-use crate::{cpus, profile};
+use crate::{cpus, profile, tune};
 
 pub use seccomp::seccomp;
 
@@ -177,12 +177,19 @@ pub fn control_block(data: &[u8]) {
 /// A profile.
 pub fn profile(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
-    if let Ok(plan) = profile::parse(&text, Path::new("profile")) {
-        let again = profile::parse(&profile::to_json(&plan), Path::new("profile"));
-        assert_eq!(again.expect("what was read can be written"), plan);
-        let file = profile::File::of(&plan);
-        for row in file.htod.iter().chain(&file.dtoh) {
-            assert_printable(&row.to_string());
+    if let Ok((file, plan)) = profile::parse_file(&text, Path::new("profile")) {
+        for written in [profile::to_json(&plan), file.to_text()] {
+            let again = profile::parse(&written, Path::new("profile"));
+            assert_eq!(again.expect("what was read can be written"), plan);
+        }
+        let machine = file.machine.as_ref().map(tune::machine_text);
+        let shown = [
+            machine.unwrap_or_default(),
+            tune::plan_text(&file),
+            tune::classes_text(&file),
+        ];
+        for line in shown.iter().flat_map(|text| text.lines()) {
+            assert_printable(line);
         }
     }
 }

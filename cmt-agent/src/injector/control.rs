@@ -23,6 +23,7 @@ use nix::sys::mman::mmap_anonymous;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::InjectError;
+use crate::cores;
 use crate::target::Target;
 use crate::target::file::{Access, open_regular};
 use crate::target::text::printable;
@@ -227,10 +228,14 @@ impl ControlMap {
         unsafe { (&raw const (*self.pointer()).plan).read_volatile() }
     }
 
-    /// Writes the plan that the next ENABLE or SET_PLAN reads.
+    /// Writes the plan that the next ENABLE or SET_PLAN reads, and the CPUs that its choice of cores means here.
     pub fn set_plan(&self, plan: &Plan) {
         // SAFETY: the field lies within the mapping; the payload reads it only after the command that follows.
         unsafe { (&raw mut (*self.pointer()).plan).write_volatile(*plan) };
+        let cpus = cores::mask_of(plan.cores);
+        for (word, cpus) in self.helper_cpus.iter().zip(cpus) {
+            word.store(cpus, Ordering::Release);
+        }
     }
 
     /// Copies hook slot `index` out and checks it.

@@ -17,6 +17,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cmt_common::api::{COPY_FNS, HOOKED};
+pub use cmt_common::control::flag;
 use cmt_common::control::{MAGIC, Plan, VERSION, command, hook, state};
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
@@ -130,9 +131,14 @@ pub fn check_attachable(target: &mut Target) -> Result<(), InjectError> {
 
 /// Attaches: loads the payload, patches all functions that can be patched, and starts staging by `plan`.
 ///
-/// `max_threads` bounds the threads that move bytes; 0 leaves it to the payload. On any error the target's copies are as
-/// they were.
-pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Attached, InjectError> {
+/// `max_threads` bounds the threads that move bytes; 0 leaves it to the payload. `flags` are those of [`flag`]. On any
+/// error the target's copies are as they were.
+pub fn attach(
+    target: &mut Target,
+    plan: &Plan,
+    max_threads: u32,
+    flags: u32,
+) -> Result<Attached, InjectError> {
     let started = Instant::now();
     let pid = target.pid;
     let _lock = lock(pid)?;
@@ -157,6 +163,7 @@ pub fn attach(target: &mut Target, plan: &Plan, max_threads: u32) -> Result<Atta
             }
         }
     };
+    control.flags.store(flags, Ordering::Release);
     let result = patch_and_enable(target, &control, plan, max_threads, cave);
     match result {
         Ok(commit) => {
@@ -221,14 +228,42 @@ pub fn detach(target: &mut Target) -> Result<Detached, InjectError> {
 
 /// Gives the payload of an attached process another plan; copies that run finish by the old one.
 pub fn set_plan(target: &mut Target, plan: &Plan) -> Result<(), InjectError> {
-    let pid = target.pid;
-    let _lock = lock(pid)?;
-    target.refresh_maps()?;
-    let control = find_control(target)?.ok_or(InjectError::NotAttached { pid })?;
-    check_owner(target, &control)?;
-    settle(target, &control)?;
-    control.set_plan(plan);
-    Ok(control.command(target, command::SET_PLAN, STEP_LIMIT)?)
+    Steering::take(target)?.set_plan(target, plan)
+}
+
+/// The plan of an attached process in the hands of one `cmt`: no other changes anything until this is dropped.
+pub struct Steering {
+    control: ControlMap,
+    _lock: Flock<std::fs::File>,
+}
+
+impl Steering {
+    /// Takes hold of it.
+    pub fn take(target: &mut Target) -> Result<Self, InjectError> {
+        let pid = target.pid;
+        let lock = lock(pid)?;
+        target.refresh_maps()?;
+        let control = find_control(target)?.ok_or(InjectError::NotAttached { pid })?;
+        check_owner(target, &control)?;
+        settle(target, &control)?;
+        Ok(Self {
+            control,
+            _lock: lock,
+        })
+    }
+
+    /// Puts a plan in force.
+    pub fn set_plan(&self, target: &Target, plan: &Plan) -> Result<(), InjectError> {
+        self.control.set_plan(plan);
+        let done = self.control.command(target, command::SET_PLAN, STEP_LIMIT);
+        Ok(done?)
+    }
+
+    /// Copies that were staged so far: HtoD, DtoH.
+    pub fn staged_calls(&self) -> [u64; 2] {
+        let calls = &self.control.counters.staged_calls;
+        [0, 1].map(|direction: usize| calls[direction].load(Ordering::Relaxed))
+    }
 }
 
 /// Whether the process is attached to at this moment.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cmt_common::control::{Counters, PASS_REASON_NAMES, PASS_REASONS, SIZE_CLASSES};
+use cmt_common::control::{Counters, PASS_REASON_NAMES, PASS_REASONS, SIZE_CLASSES, size_class};
 use serde::Serialize;
 
 use crate::trace::table::grouped;
@@ -18,11 +18,11 @@ pub struct Copied {
     errors: u64,
     passed: [u64; PASS_REASONS],
     /// By direction and size class: bytes, and nanoseconds for all of them by stock and staged where they were compared.
-    classes: Vec<Class>,
+    classes: Vec<Sum>,
 }
 
 #[derive(Clone, Debug, Default)]
-struct Class {
+struct Sum {
     dtoh: bool,
     class: usize,
     bytes: u64,
@@ -48,10 +48,10 @@ impl Copied {
         }
         if self.classes.is_empty() {
             let all = [false, true].into_iter().flat_map(|dtoh| {
-                (0..SIZE_CLASSES).map(move |class| Class {
+                (0..SIZE_CLASSES).map(move |class| Sum {
                     dtoh,
                     class,
-                    ..Class::default()
+                    ..Sum::default()
                 })
             });
             self.classes = all.collect();
@@ -76,11 +76,24 @@ impl Copied {
     }
 }
 
-/// What was measured when the plan was made: by direction and size class, nanoseconds for a MiB by stock and staged.
+/// What was measured on this machine when the plan was made.
 #[derive(Clone, Debug, Default)]
 pub struct Measured {
-    /// `(dtoh, size class, stock, staged)`.
-    pub classes: Vec<(bool, usize, f64, f64)>,
+    /// Each size class of either direction once at most.
+    pub classes: Vec<Class>,
+}
+
+/// Of one size class.
+#[derive(Clone, Debug)]
+pub struct Class {
+    /// To the host.
+    pub dtoh: bool,
+    /// A size of the class.
+    pub bytes: u64,
+    /// The driver's pageable copies, in 1e9 bytes a second.
+    pub stock_gbps: f64,
+    /// The same by the plan.
+    pub tuned_gbps: f64,
 }
 
 /// What a run has gained.
@@ -126,10 +139,11 @@ impl Gain {
             let known = measured
                 .classes
                 .iter()
-                .find(|it| (it.0, it.1) == (class.dtoh, class.class));
-            if let Some(&(_, _, stock, staged)) = known.filter(|_| rest > 0) {
+                .find(|it| (it.dtoh, size_class(it.bytes)) == (class.dtoh, class.class))
+                .filter(|it| rest > 0 && it.stock_gbps > 0.0 && it.tuned_gbps > 0.0);
+            if let Some(known) = known {
                 by_profile += rest;
-                saved_ns += rest as f64 / MIB * (stock - staged);
+                saved_ns += rest as f64 * (1.0 / known.stock_gbps - 1.0 / known.tuned_gbps);
             }
         }
         let staged = |direction, at: usize| Staged {
@@ -194,5 +208,85 @@ impl fmt::Display for Gain {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Copied 1 GiB up and 2 GiB down in copies of 64 MiB; the way up was compared in the run.
+    fn copied() -> Copied {
+        // SAFETY: plain numbers, for which zeros are valid.
+        let counters: Counters = unsafe { std::mem::zeroed() };
+        for (direction, (bytes, times)) in [(1u64 << 30, [100_000, 20_000]), (2 << 30, [0, 0])]
+            .into_iter()
+            .enumerate()
+        {
+            let class = &counters.classes[direction][26];
+            counters.staged_calls[direction].store(bytes >> 26, Ordering::Relaxed);
+            class.bytes.store(bytes, Ordering::Relaxed);
+            class.stock_ns_per_mib.store(times[0], Ordering::Relaxed);
+            class.staged_ns_per_mib.store(times[1], Ordering::Relaxed);
+        }
+        let mut copied = Copied::default();
+        copied.add(&counters);
+        copied
+    }
+
+    #[test]
+    fn what_the_run_has_compared_counts_first_and_what_nobody_has_measured_is_not_counted() {
+        let alone = Gain::of(&copied(), &Measured::default());
+        // 1024 MiB, 80 µs each.
+        assert!((alone.saved_s.expect("compared") - 0.08192).abs() < 1e-9);
+        assert_eq!(
+            (alone.compared_in_run_bytes, alone.compared_by_profile_bytes),
+            (1 << 30, 0)
+        );
+        assert_eq!(
+            alone.to_string(),
+            "1 process, 48 copies of 3.2 GB staged, about 0.1 s saved on 1.1 GB of them"
+        );
+        let class = |dtoh, bytes| Class {
+            dtoh,
+            bytes,
+            stock_gbps: 10.0,
+            tuned_gbps: 40.0,
+        };
+        let measured = Measured {
+            classes: vec![
+                class(false, 1 << 26),
+                class(true, 1 << 20),
+                class(true, (1 << 26) + 5),
+            ],
+        };
+        let both = Gain::of(&copied(), &measured);
+        let more = (2u64 << 30) as f64 * (0.1 - 0.025) / 1e9;
+        assert!((both.saved_s.expect("compared") - 0.08192 - more).abs() < 1e-9);
+        assert_eq!(
+            both.to_string(),
+            "1 process, 48 copies of 3.2 GB staged, about 0.2 s saved"
+        );
+    }
+
+    #[test]
+    fn a_loss_is_called_one_and_nothing_is_said_of_what_was_not_compared() {
+        let class = Class {
+            dtoh: true,
+            bytes: 1 << 26,
+            stock_gbps: 10.0,
+            tuned_gbps: 1.0,
+        };
+        let gain = Gain::of(
+            &copied(),
+            &Measured {
+                classes: vec![class],
+            },
+        );
+        assert!(gain.to_string().ends_with("about 1.9 s lost"), "{gain}");
+        assert_eq!(
+            Gain::of(&Copied::default(), &Measured::default()).to_string(),
+            "no process copied between host and GPU"
+        );
     }
 }

@@ -17,7 +17,7 @@ use cmt_common::control::Plan;
 use serde::Serialize;
 
 pub use desk::Desk;
-pub use gain::{Gain, Measured};
+pub use gain::{Class, Gain, Measured};
 
 use crate::output_file::OutputFile;
 
