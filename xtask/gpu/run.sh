@@ -68,6 +68,8 @@ story() {
 . xtask/gpu/trace.sh
 # shellcheck source=xtask/gpu/launch.sh
 . xtask/gpu/launch.sh
+# shellcheck source=xtask/gpu/tune.sh
+. xtask/gpu/tune.sh
 # shellcheck source=xtask/gpu/workloads.sh
 . xtask/gpu/workloads.sh
 

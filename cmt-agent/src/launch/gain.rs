@@ -213,12 +213,15 @@ impl fmt::Display for Gain {
 
 #[cfg(test)]
 mod tests {
+    use cmt_common::control::CONTROL_BYTES;
+
     use super::*;
+    use crate::injector::ControlMap;
 
     /// Copied 1 GiB up and 2 GiB down in copies of 64 MiB; the way up was compared in the run.
     fn copied() -> Copied {
-        // SAFETY: plain numbers, for which zeros are valid.
-        let counters: Counters = unsafe { std::mem::zeroed() };
+        let block = ControlMap::copy_of(&[0; CONTROL_BYTES]);
+        let counters = &block.counters;
         for (direction, (bytes, times)) in [(1u64 << 30, [100_000, 20_000]), (2 << 30, [0, 0])]
             .into_iter()
             .enumerate()
@@ -230,7 +233,7 @@ mod tests {
             class.staged_ns_per_mib.store(times[1], Ordering::Relaxed);
         }
         let mut copied = Copied::default();
-        copied.add(&counters);
+        copied.add(counters);
         copied
     }
 
