@@ -620,3 +620,147 @@ fn bad_input_is_refused_before_the_program_starts() {
         assert!(!mark.exists(), "it was started");
     }
 }
+
+/// Each of them ended otherwise at first: by a signal, an abort, or wrong bytes.
+#[test]
+fn programs_that_are_easily_disturbed_are_not() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    for (what, staged_at_least) in [
+        ("small-stack", 15),
+        ("signal-waits", 15),
+        ("cancel-load", 0),
+        ("cancel-copy", 0),
+        // Without files no control block can be had: stock copies.
+        ("file-limit", 0),
+        ("file-limit-late", 0),
+        ("closed", 30),
+        ("errno", 15),
+        ("no-environment", 15),
+        ("loader", 15),
+        ("forks", 15),
+    ] {
+        let plain = Victim::command("victim-launched").arg(what).output();
+        let plain = Finished::from(plain.expect("start it"));
+        assert_eq!((plain.code, &*plain.stderr), (Some(0), ""), "{what}, plain");
+        let mut tune = Tune::victim("victim-launched", &[what]);
+        let ended = tune.finish();
+        assert_eq!(ended.code, Some(0), "{what}: {ended:#?}");
+        let account = tune.account();
+        assert!(staged(&account) >= staged_at_least, "{what}: {account:#}");
+    }
+}
+
+/// The threads of a library's constructor are in libcuda's code already when the payload is first told of it: it must not be
+/// patched then, nor when some other library comes later.
+#[test]
+fn a_libcuda_that_threads_may_be_in_is_left_alone() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    for _ in 0..20 {
+        let mut tune = Tune::victim("victim-early", &[]);
+        let ended = tune.finish();
+        assert_eq!(ended.code, Some(0), "{ended:#?}");
+        assert_eq!(tune.account()["processes"], 0, "it was patched");
+    }
+}
+
+/// SIGCHLD ignored, SIGPIPE ignored, standard error full or closed: none of them is between the program and its exit code.
+#[test]
+fn the_exit_code_comes_through_whatever_the_caller_is_like() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let ignore = |signal: i32| {
+        move || {
+            // SAFETY: between fork and exec; runs no code.
+            unsafe { libc::signal(signal, libc::SIG_IGN) };
+            Ok(())
+        }
+    };
+    for signal in [libc::SIGCHLD, libc::SIGPIPE] {
+        let mut tune = Tune::shell("grep SigIgn /proc/self/status; exit 3");
+        // SAFETY: the function makes one system call.
+        unsafe { tune.command.pre_exec(ignore(signal)) };
+        let ended = tune.finish();
+        assert_eq!(ended.code, Some(3), "{ended:#?}");
+        let ignored =
+            u64::from_str_radix(ended.stdout.split_whitespace().last().expect("a mask"), 16);
+        // A shell may reset SIGCHLD for itself.
+        if signal == libc::SIGPIPE {
+            assert!(ignored.expect("hex") & 1 << (signal - 1) != 0, "{ended:#?}");
+        }
+    }
+    let mut tune = Tune::shell("exit 3");
+    let full = fs::OpenOptions::new()
+        .write(true)
+        .open("/dev/full")
+        .expect("a full device");
+    assert_eq!(
+        tune.command.stderr(full).status().expect("it ends").code(),
+        Some(3)
+    );
+    let mut tune = Tune::shell("exit 3");
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    assert_eq!(
+        tune.command
+            .stderr(writer)
+            .status()
+            .expect("it ends")
+            .code(),
+        Some(3)
+    );
+}
+
+#[test]
+fn a_program_that_stops_itself_stops_us_and_goes_on_with_us() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let mut started = Tune::shell("echo ready $$; kill -STOP $$; echo on; exit 4").start();
+    let cmt = started.child.id();
+    let state = || {
+        let stat = fs::read_to_string(format!("/proc/{cmt}/stat")).expect("it lives");
+        stat.rsplit(')')
+            .next()
+            .and_then(|rest| rest.trim().chars().next())
+            .expect("a state")
+    };
+    for _ in 0..1000 {
+        if state() == 'T' {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(state(), 'T');
+    started.signal(cmt, libc::SIGCONT);
+    let mut line = String::new();
+    started.lines.read_line(&mut line).expect("a line");
+    assert_eq!(
+        (line.trim(), started.child.wait().expect("it ends").code()),
+        ("on", Some(4))
+    );
+}
+
+#[test]
+fn sanitized_programs_start() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let folder = tempfile::tempdir().expect("a folder");
+    let source = folder.path().join("a.c");
+    fs::write(&source, "int main(void) { return 4; }").expect("written");
+    let program = folder.path().join("a");
+    let built = Command::new("gcc")
+        .arg("-fsanitize=address")
+        .arg("-o")
+        .arg(&program)
+        .arg(&source)
+        .status();
+    assert!(built.expect("a compiler").success());
+    let ended = Tune::new(&program, [""; 0]).finish();
+    assert_eq!(ended.code, Some(4), "{ended:#?}");
+}

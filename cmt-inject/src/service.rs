@@ -5,8 +5,10 @@
 )]
 
 use std::fs::File;
+use std::mem::MaybeUninit;
 use std::os::fd::FromRawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, SystemTime};
 
@@ -29,17 +31,41 @@ pub fn start(control: &'static Control) -> bool {
         return false;
     }
     control.pid.store(std::process::id(), Ordering::Release);
-    // Commands that an earlier host left behind are not for us.
+    // Commands that an earlier host left behind are not for us; those from now on are.
     let seen = control.command_seq.load(Ordering::Acquire);
     control.done_seq.store(seen, Ordering::Release);
-    let started = std::thread::Builder::new()
-        .name("cmt-control".to_owned())
-        .stack_size(256 << 10)
-        .spawn(move || serve(control, seen))
-        .is_ok();
+    let started = spawn(move || Some((control, seen)));
     if !started {
         control.control_tid.store(0, Ordering::Release);
     }
+    started
+}
+
+/// Starts a thread that serves the block that `begin` returns, if it returns one, from the commands after a number on, with
+/// every signal blocked but those that its own faults raise. False if no thread can be had.
+pub fn spawn(begin: impl FnOnce() -> Option<(&'static Control, u32)> + Send + 'static) -> bool {
+    let mut before = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: every set is initialised by the call that comes before its use.
+    unsafe {
+        let mut blocked = MaybeUninit::<libc::sigset_t>::uninit();
+        libc::sigfillset(blocked.as_mut_ptr());
+        for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE] {
+            libc::sigdelset(blocked.as_mut_ptr(), fault);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, blocked.as_ptr(), before.as_mut_ptr());
+    }
+    let started = std::thread::Builder::new()
+        .name("cmt-control".to_owned())
+        .stack_size(256 << 10)
+        .spawn(|| {
+            let block = catch_unwind(AssertUnwindSafe(begin));
+            if let Some((control, seen)) = block.ok().flatten() {
+                serve(control, seen);
+            }
+        })
+        .is_ok();
+    // SAFETY: the mask that was there.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), null_mut()) };
     started
 }
 
@@ -77,16 +103,8 @@ fn serve(control: &'static Control, mut seen: u32) {
     }
 }
 
-/// Starts to stage by the plan in `control`, whose hooks are patched already, and to take commands. Called on a thread of the
-/// program's own.
-pub fn begin(control: &'static Control) -> Result<(), String> {
-    enable(control)?;
-    // Without a control thread copies are staged all the same, and a host that has commands starts one.
-    start(control);
-    Ok(())
-}
-
-fn enable(control: &'static Control) -> Result<(), String> {
+/// Starts staging by the plan in `control`.
+pub fn enable(control: &'static Control) -> Result<(), String> {
     route::enable(control, plan(control))?;
     let now = SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)
@@ -215,14 +233,29 @@ fn put_text<const N: usize>(text: &str, field: *const [u8; N]) {
 }
 
 fn wait(word: &AtomicU32, seen: u32) {
-    // SAFETY: FUTEX_WAIT reads the word, which is valid; no timeout is passed.
-    unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            word.as_ptr(),
-            libc::FUTEX_WAIT,
-            seen,
-            std::ptr::null::<libc::timespec>(),
-        )
+    futex(word, libc::FUTEX_WAIT, seen, std::ptr::null());
+}
+
+/// Waits while `word` is `seen`, for `limit` at most.
+pub fn wait_for(word: &AtomicU32, seen: u32, limit: Duration) {
+    let limit = libc::timespec {
+        tv_sec: limit.as_secs().cast_signed(),
+        tv_nsec: limit.subsec_nanos().into(),
     };
+    futex(word, libc::FUTEX_WAIT, seen, &raw const limit);
+}
+
+/// Wakes whoever waits on `word`.
+pub fn wake(word: &AtomicU32) {
+    futex(
+        word,
+        libc::FUTEX_WAKE,
+        i32::MAX.cast_unsigned(),
+        std::ptr::null(),
+    );
+}
+
+fn futex(word: &AtomicU32, operation: libc::c_int, value: u32, limit: *const libc::timespec) {
+    // SAFETY: the kernel uses the word, which is valid, and a limit that is valid or null.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), operation, value, limit) };
 }

@@ -38,6 +38,10 @@ build() {
     build victim-every every.c -ldl
     build victim-crowd crowd.c -ldl
     build victim-jumper jumper.c -rdynamic -fno-omit-frame-pointer
+    build victim-launched launched.c -ldl
+    # One file: the library is linked to when it is there.
+    $cc $flags early.c -shared -fPIC -L"$libs" -lcuda -o "$out/libearly.so"
+    build victim-early early_main.c -L"$out" -L"$libs" -learly -lcuda
     build victim-nocuda sleeper.c
     build victim-static sleeper.c -static
 }

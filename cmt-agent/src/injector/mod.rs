@@ -84,10 +84,12 @@ fn lock(pid: u32) -> Result<Flock<std::fs::File>, InjectError> {
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|_| InjectError::Busy { pid })
 }
 
-/// The control block of a target into which a payload was loaded, now or earlier; a running one before a stopped one.
+/// The control block of a target into which a payload was loaded, now or earlier; its own before one that its parent had at
+/// the fork, a running one before a stopped one.
 pub fn find_control(target: &mut Target) -> Result<Option<ControlMap>, InjectError> {
     let pid = target.pid;
-    let mut stopped = None;
+    let own_pid = target.own_pid();
+    let mut best: Option<((bool, bool), ControlMap)> = None;
     for address in target.control_addresses().into_iter().take(MOST_BLOCKS) {
         check_allowed(pid, "inspected", Deed::OpenControl)?;
         let control = ControlMap::open(target, address)?;
@@ -101,12 +103,14 @@ pub fn find_control(target: &mut Target) -> Result<Option<ControlMap>, InjectErr
         if found != VERSION {
             return Err(InjectError::OtherVersion { pid, found });
         }
-        if control.state.load(Ordering::Acquire) != state::STOPPED {
-            return Ok(Some(control));
+        let is_own = own_pid == Some(control.pid.load(Ordering::Acquire));
+        let is_running = control.state.load(Ordering::Acquire) != state::STOPPED;
+        let rank = (is_own, is_running);
+        if best.as_ref().is_none_or(|(other, _)| *other < rank) {
+            best = Some((rank, control));
         }
-        stopped = Some(control);
     }
-    Ok(stopped)
+    Ok(best.map(|(_, control)| control))
 }
 
 /// Refuses what cannot be attached to for what an earlier attach left in it. Changes nothing.

@@ -43,6 +43,11 @@ struct Seen {
 
 impl Seen {
     fn add(&mut self, pid: u32, block: ControlMap) {
+        // It has become another program since, or another process has its id.
+        if let Some(index) = self.blocks.iter().position(|(other, _)| *other == pid) {
+            let (_, earlier) = self.blocks.swap_remove(index);
+            self.ended.add(&earlier.counters);
+        }
         if self.blocks.len() >= MOST_BLOCKS {
             let (ended, alive) = std::mem::take(&mut self.blocks)
                 .into_iter()
@@ -67,20 +72,27 @@ impl Seen {
 impl Desk {
     /// Opens it for processes of this user, which are given `plan`.
     pub fn open(plan: &Plan) -> io::Result<Self> {
-        let folder = tempfile::Builder::new().prefix("cmt-tune-").tempdir()?;
-        let path = folder.path().join("socket");
-        let listener = UnixListener::bind(&path)?;
+        let (folder, path, listener) = bind()?;
         let seen = Arc::new(Mutex::new(Seen::default()));
         let (plan, ours) = (*plan, Arc::clone(&seen));
         thread::Builder::new()
             .name("cmt-desk".to_owned())
             .spawn(move || {
-                for stream in listener.incoming().flatten() {
-                    // Who says nonsense, or has gone, gets nothing.
-                    if let Ok((pid, block)) = serve(stream, &plan) {
-                        let mut seen = ours.lock().unwrap_or_else(PoisonError::into_inner);
-                        seen.add(pid, block);
-                    }
+                for stream in listener.incoming() {
+                    let Ok(stream) = stream else {
+                        // No descriptor left, say: there may be one later.
+                        thread::sleep(PATIENCE / 10);
+                        continue;
+                    };
+                    let ours = Arc::clone(&ours);
+                    // One that says nothing must not keep others waiting.
+                    let _ = thread::Builder::new().spawn(move || {
+                        // Who says nonsense, or has gone, gets nothing.
+                        if let Ok((pid, block)) = serve(stream, &plan) {
+                            let mut seen = ours.lock().unwrap_or_else(PoisonError::into_inner);
+                            seen.add(pid, block);
+                        }
+                    });
                 }
             })?;
         Ok(Self { folder, path, seen })
@@ -97,6 +109,31 @@ impl Desk {
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         seen.sum()
     }
+}
+
+/// A socket in a folder of its own, where there is room for that: its path may be no longer than some hundred bytes.
+fn bind() -> io::Result<(TempDir, PathBuf, UnixListener)> {
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let folders = [std::env::temp_dir()]
+        .into_iter()
+        .chain(runtime)
+        .chain(["/tmp", "/var/tmp"].map(PathBuf::from));
+    let mut failed = io::Error::from(io::ErrorKind::NotFound);
+    for folder in folders {
+        let bound = tempfile::Builder::new()
+            .prefix("cmt-tune-")
+            .tempdir_in(&folder)
+            .and_then(|folder| {
+                let path = folder.path().join("socket");
+                let listener = UnixListener::bind(&path)?;
+                Ok((folder, path, listener))
+            });
+        match bound {
+            Ok(bound) => return Ok(bound),
+            Err(why) => failed = io::Error::other(format!("{}: {why}", folder.display())),
+        }
+    }
+    Err(failed)
 }
 
 fn serve(mut stream: UnixStream, plan: &Plan) -> io::Result<(u32, ControlMap)> {
@@ -127,11 +164,19 @@ fn receive(stream: &UnixStream) -> io::Result<OwnedFd> {
         Some(&mut room),
         MsgFlags::MSG_CMSG_CLOEXEC,
     )?;
-    let received = message.cmsgs()?.find_map(|message| match message {
-        ControlMessageOwned::ScmRights(files) => files.first().copied(),
-        _ => None,
-    });
-    let fd = received.ok_or_else(|| io::Error::other("no control block came along"))?;
-    // SAFETY: the kernel has just made this descriptor for us; there is room for one only.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    let mut received = Vec::new();
+    for part in message.cmsgs()? {
+        if let ControlMessageOwned::ScmRights(files) = part {
+            // SAFETY: the kernel has just made these descriptors for us.
+            received.extend(
+                files
+                    .into_iter()
+                    .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }),
+            );
+        }
+    }
+    match received.len() {
+        1 => Ok(received.remove(0)),
+        many => Err(io::Error::other(format!("{many} descriptors came along"))),
+    }
 }

@@ -74,11 +74,27 @@ fn place_in(folder: &Path, name: &str, library: &[u8]) -> io::Result<PathBuf> {
     {
         return refuse("a colon or a blank in the name");
     }
+    let is_new = !folder.exists();
     fs::create_dir_all(folder)?;
-    let owner = fs::metadata(folder)?;
-    // Whoever else may write there could have programs load what he likes.
-    if owner.uid() != Uid::effective().as_raw() || owner.mode() & 0o022 != 0 {
-        return refuse("others may write there");
+    if is_new {
+        // Whatever the umask: root's programs may go on as another user.
+        fs::set_permissions(folder, Permissions::from_mode(0o755))?;
+    }
+    // Whoever else may change what lies there, or put another folder in its place, could have programs load what he likes.
+    let (root, ours) = (0, Uid::effective().as_raw());
+    for above in folder.canonicalize()?.ancestors() {
+        let found = fs::symlink_metadata(above)?;
+        let others_may_write = found.mode() & 0o022 != 0 && found.mode() & 0o1000 == 0;
+        if ![root, ours].contains(&found.uid()) || others_may_write {
+            return Err(io::Error::other(format!(
+                "others may write to {}",
+                above.display()
+            )));
+        }
+    }
+    let owner = fs::symlink_metadata(folder)?;
+    if owner.uid() != ours || owner.mode() & 0o022 != 0 || owner.is_symlink() {
+        return refuse("it is not ours alone");
     }
     if statvfs(folder)?.flags().contains(FsFlags::ST_NOEXEC) {
         return refuse("mounted noexec");

@@ -128,21 +128,21 @@ struct Passed {
 impl Gain {
     /// Of `copied`, by the comparisons in it, and by `measured` where there are none.
     pub fn of(copied: &Copied, measured: &Measured) -> Self {
-        let (mut saved_ns, mut in_run, mut by_profile) = (0.0, 0, 0);
+        let (mut saved_ns, mut in_run, mut by_profile) = (0.0, 0u64, 0u64);
         let mut bytes = [0u64; 2];
         for class in &copied.classes {
             let all = &mut bytes[usize::from(class.dtoh)];
             *all = all.saturating_add(class.bytes);
             saved_ns += class.stock_ns - class.staged_ns;
-            in_run += class.compared_bytes;
-            let rest = class.bytes - class.compared_bytes;
+            in_run = class.compared_bytes.saturating_add(in_run);
+            let rest = class.bytes.saturating_sub(class.compared_bytes);
             let known = measured
                 .classes
                 .iter()
                 .find(|it| (it.dtoh, size_class(it.bytes)) == (class.dtoh, class.class))
                 .filter(|it| rest > 0 && it.stock_gbps > 0.0 && it.tuned_gbps > 0.0);
             if let Some(known) = known {
-                by_profile += rest;
+                by_profile = rest.saturating_add(by_profile);
                 saved_ns += rest as f64 * (1.0 / known.stock_gbps - 1.0 / known.tuned_gbps);
             }
         }
@@ -161,7 +161,7 @@ impl Gain {
                 .filter(|&(_, calls)| calls > 0)
                 .map(|(reason, calls)| Passed { reason, calls })
                 .collect(),
-            saved_s: (in_run + by_profile > 0).then_some(saved_ns / 1e9),
+            saved_s: (in_run > 0 || by_profile > 0).then_some(saved_ns / 1e9),
             compared_in_run_bytes: in_run,
             compared_by_profile_bytes: by_profile,
         }
@@ -177,10 +177,11 @@ impl fmt::Display for Gain {
             1 => "1 process".to_owned(),
             many => format!("{} processes", grouped(many)),
         };
-        let calls = self.staged.iter().map(|staged| staged.calls).sum();
-        let bytes: u64 = self.staged.iter().map(|staged| staged.bytes).sum();
+        let sum = |of: fn(&Staged) -> u64| self.staged.iter().map(of).fold(0, u64::saturating_add);
+        let (calls, bytes) = (sum(|staged| staged.calls), sum(|staged| staged.bytes));
         if calls == 0 {
-            let passed: u64 = self.passed.iter().map(|passed| passed.calls).sum();
+            let passed = self.passed.iter().map(|passed| passed.calls);
+            let passed = passed.fold(0, u64::saturating_add);
             return write!(
                 f,
                 "{processes}, none of {} copies staged: small, pinned, or not between host and GPU",
@@ -193,7 +194,9 @@ impl fmt::Display for Gain {
             grouped(calls),
             bytes as f64 / 1e9
         )?;
-        let compared = self.compared_in_run_bytes + self.compared_by_profile_bytes;
+        let compared = self
+            .compared_in_run_bytes
+            .saturating_add(self.compared_by_profile_bytes);
         match self.saved_s {
             None => write!(f, "none compared with the driver's own"),
             Some(saved) => {
@@ -270,6 +273,15 @@ mod tests {
             both.to_string(),
             "1 process, 48 copies of 3.2 GB staged, about 0.2 s saved"
         );
+    }
+
+    #[test]
+    fn what_a_hostile_process_counts_is_no_more_than_nonsense() {
+        let block = ControlMap::copy_of(&[0xFF; CONTROL_BYTES]);
+        let mut copied = Copied::default();
+        copied.add(&block.counters);
+        copied.add(&block.counters);
+        Gain::of(&copied, &Measured::default()).to_string();
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod gain;
 mod program;
 
 use std::ffi::OsString;
+use std::io::Write as _;
 use std::path::Path;
 
 use anyhow::Context as _;
@@ -70,11 +71,16 @@ pub fn run(
         // The program's exit code is worth more than this file.
         let written = file.write(&format!("{}\n", serde_json::to_string(&object)?));
         if let Err(error) = written {
-            eprintln!("cmt: {error:#}");
+            say(&format!("{error:#}"));
         }
     }
     if !quiet {
-        eprintln!("cmt: {gain}");
+        say(&gain.to_string());
     }
     ended.repeat()
+}
+
+/// A line on stderr, if there is anybody to read it: the program's exit code does not depend on that.
+fn say(line: &str) {
+    let _ = writeln!(std::io::stderr(), "cmt: {line}");
 }

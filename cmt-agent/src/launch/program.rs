@@ -5,24 +5,27 @@
 )]
 
 use std::ffi::{OsStr, OsString};
-use std::io;
-use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::io::{self, Write as _};
+use std::os::unix::process::CommandExt as _;
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use cmt_common::launch::{PAYLOAD_VARIABLE, SOCKET_VARIABLE};
 use nix::errno::Errno;
-use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::prctl::set_dumpable;
 use nix::sys::signal::{
     SigHandler, SigSet, SigmaskHow, Signal, kill, pthread_sigmask, raise, signal,
 };
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use nix::unistd::Pid;
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::{Pid, getsid};
 
 use super::file::Files;
 
+const PRELOAD: &str = "LD_PRELOAD";
 /// Exit codes of `env` and of shells for a program that is not there, and for one that cannot be run.
 const NOT_FOUND: i32 = 127;
 const NOT_RUN: i32 = 126;
@@ -39,11 +42,35 @@ const HANDED_ON: [Signal; 8] = [
     Signal::SIGALRM,
     Signal::SIGCONT,
 ];
+/// By which a terminal stops programs: the program stops, or does not, and this process with it.
+const STOPPING: [Signal; 3] = [Signal::SIGTSTP, Signal::SIGTTIN, Signal::SIGTTOU];
+/// Says to sanitizers that something else may be loaded before their runtime; what is interposes nothing.
+const ASAN_OPTIONS: &str = "ASAN_OPTIONS";
+const ANY_ORDER: &str = "verify_asan_link_order=0";
 
-/// Signals to hand on, blocked in this process, and the mask that was there before.
+/// Whether SIGPIPE was ignored when this process began: Rust ignores it before `main`.
+static SIGPIPE_WAS_IGNORED: AtomicBool = AtomicBool::new(false);
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static AT_START: extern "C" fn() = look_at_sigpipe;
+
+extern "C" fn look_at_sigpipe() {
+    // SAFETY: only asks; a structure of plain numbers, for which zeros are valid.
+    let ignored = unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(libc::SIGPIPE, std::ptr::null(), &raw mut action) == 0
+            && action.sa_sigaction == libc::SIG_IGN
+    };
+    SIGPIPE_WAS_IGNORED.store(ignored, Ordering::Relaxed);
+}
+
+/// Signals to hand on, blocked in this process, and what was there before.
 pub struct Signals {
     incoming: SignalFd,
-    before: SigSet,
+    mask_before: SigSet,
+    /// Whoever has started this process does not want to know of its children.
+    children_were_ignored: bool,
 }
 
 impl Signals {
@@ -51,25 +78,53 @@ impl Signals {
     pub fn block() -> anyhow::Result<Self> {
         let mut ours: SigSet = HANDED_ON.into_iter().collect();
         ours.add(Signal::SIGCHLD);
-        let mut before = SigSet::empty();
-        pthread_sigmask(SigmaskHow::SIG_BLOCK, Some(&ours), Some(&mut before))
-            .context("blocking signals")?;
         let incoming = SignalFd::with_flags(&ours, SfdFlags::SFD_CLOEXEC)
             .context("opening a descriptor for signals")?;
-        Ok(Self { incoming, before })
+        ours.extend(STOPPING);
+        let mut mask_before = SigSet::empty();
+        pthread_sigmask(SigmaskHow::SIG_BLOCK, Some(&ours), Some(&mut mask_before))
+            .context("blocking signals")?;
+        // SAFETY: both dispositions run no code of ours. What is written when nobody reads fails instead of ending us.
+        let before = unsafe {
+            signal(Signal::SIGPIPE, SigHandler::SigIgn)?;
+            signal(Signal::SIGCHLD, SigHandler::SigDfl)?
+        };
+        Ok(Self {
+            incoming,
+            mask_before,
+            children_were_ignored: matches!(before, SigHandler::SigIgn),
+        })
+    }
+
+    /// Gives the program the dispositions and the mask that it would have without us. Called between fork and exec.
+    fn restore(mask: SigSet, children_were_ignored: bool) -> io::Result<()> {
+        let of = |was_ignored| match was_ignored {
+            true => SigHandler::SigIgn,
+            false => SigHandler::SigDfl,
+        };
+        // SAFETY: none of them runs code.
+        unsafe {
+            signal(
+                Signal::SIGPIPE,
+                of(SIGPIPE_WAS_IGNORED.load(Ordering::Relaxed)),
+            )?;
+            signal(Signal::SIGCHLD, of(children_were_ignored))?;
+        }
+        Ok(mask.thread_set_mask()?)
     }
 }
 
-/// How the program ended.
+/// How the program ended, or that it could not be started.
 pub struct Ended {
-    status: ExitStatus,
+    code: Option<i32>,
+    signal: Option<Signal>,
     /// How long it ran.
     pub took: Duration,
 }
 
 /// Starts the program and waits until it has ended; processes that it leaves behind are not waited for.
 ///
-/// Where it cannot be started, this process ends as `env` would: with 127 if it is not there, else with 126.
+/// Where it cannot be started, it ends as with `env`: with 127 if it is not there, else with 126.
 pub fn run(
     program: &OsStr,
     arguments: &[OsString],
@@ -81,32 +136,31 @@ pub fn run(
     let mut command = Command::new(program);
     command
         .args(arguments)
-        .env("LD_PRELOAD", preloaded(&files.preload))
+        .env("LD_PRELOAD", with(PRELOAD, files.preload.as_os_str()))
+        .env(ASAN_OPTIONS, with(ASAN_OPTIONS, ANY_ORDER.as_ref()))
         .env(PAYLOAD_VARIABLE, &files.payload)
         .env(SOCKET_VARIABLE, socket);
-    let mask = signals.before;
-    // SAFETY: one system call, which may be made between fork and exec.
-    unsafe { command.pre_exec(move || Ok(mask.thread_set_mask()?)) };
-    let mut child = match command.spawn() {
-        Ok(child) => child,
+    let (mask, ignored) = (signals.mask_before, signals.children_were_ignored);
+    // SAFETY: a few system calls, which may be made between fork and exec.
+    unsafe { command.pre_exec(move || Signals::restore(mask, ignored)) };
+    let mut ended = match command.spawn() {
+        Ok(child) => wait(Pid::from_raw(child.id().cast_signed()), signals)
+            .context("waiting for the program")?,
         Err(error) => {
-            eprintln!("cmt: {}: {error}", program.display());
-            std::process::exit(match error.kind() {
+            let _ = writeln!(io::stderr(), "cmt: {}: {error}", program.display());
+            Ended::with_code(match error.kind() {
                 io::ErrorKind::NotFound => NOT_FOUND,
                 _ => NOT_RUN,
-            });
+            })
         }
     };
-    let status = wait(&mut child, signals).context("waiting for the program")?;
-    Ok(Ended {
-        status,
-        took: started.elapsed(),
-    })
+    ended.took = started.elapsed();
+    Ok(ended)
 }
 
-/// What the user preloads comes first.
-fn preloaded(ours: &Path) -> OsString {
-    match std::env::var_os("LD_PRELOAD").filter(|theirs| !theirs.is_empty()) {
+/// A variable's list with ours at its end: what the user has there comes first.
+fn with(variable: &str, ours: &OsStr) -> OsString {
+    match std::env::var_os(variable).filter(|theirs| !theirs.is_empty()) {
         Some(mut theirs) => {
             theirs.push(":");
             theirs.push(ours);
@@ -116,55 +170,95 @@ fn preloaded(ours: &Path) -> OsString {
     }
 }
 
-fn wait(child: &mut Child, signals: &Signals) -> io::Result<ExitStatus> {
-    let pid = Pid::from_raw(child.id().cast_signed());
+fn wait(program: Pid, signals: &Signals) -> nix::Result<Ended> {
+    // As the first process of a pid namespace we are the parent of all whose own has ended.
+    let whom = match Pid::this() == Pid::from_raw(1) {
+        true => None,
+        false => Some(program),
+    };
+    let flags = WaitPidFlag::WNOHANG | WaitPidFlag::WUNTRACED;
     loop {
-        if let Some(status) = child.try_wait()? {
-            return Ok(status);
-        }
-        let incoming = match signals.incoming.read_signal() {
-            Err(Errno::EINTR) => continue,
-            incoming => incoming?,
-        };
-        let number = incoming.map_or(0, |it| it.ssi_signo.cast_signed());
-        // The terminal sends to all processes in its foreground, the program among them.
-        let from_terminal = incoming.is_some_and(|it| it.ssi_code == SI_KERNEL);
-        if let Ok(number) = Signal::try_from(number)
-            && number != Signal::SIGCHLD
-            && !from_terminal
-        {
-            // It has not been waited for, so its id is its own.
-            let _ = kill(pid, number);
+        match waitpid(whom, Some(flags)) {
+            Ok(WaitStatus::Exited(pid, code)) if pid == program => {
+                return Ok(Ended::with_code(code));
+            }
+            Ok(WaitStatus::Signaled(pid, signal, _)) if pid == program => {
+                return Ok(Ended {
+                    code: None,
+                    signal: Some(signal),
+                    took: Duration::ZERO,
+                });
+            }
+            Ok(WaitStatus::Stopped(pid, _)) if pid == program => {
+                // Whoever has started us is to see that. It goes on when we are told to.
+                raise(Signal::SIGSTOP)?;
+            }
+            Ok(WaitStatus::StillAlive) => hand_on(program, &signals.incoming)?,
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(error) => return Err(error),
         }
     }
 }
 
+/// Waits for a signal, and hands it on unless the program has it already.
+fn hand_on(program: Pid, incoming: &SignalFd) -> nix::Result<()> {
+    let came = match incoming.read_signal() {
+        Err(Errno::EINTR) => return Ok(()),
+        came => came?,
+    };
+    let Some((came, signal)) =
+        came.and_then(|came| Some((came, Signal::try_from(came.ssi_signo.cast_signed()).ok()?)))
+    else {
+        return Ok(());
+    };
+    let from_kernel = came.ssi_code == SI_KERNEL;
+    let is_there_already = match signal {
+        Signal::SIGCHLD => true,
+        // The terminal sends them to all processes in its foreground.
+        Signal::SIGINT | Signal::SIGQUIT => from_kernel,
+        // To these when the session's leader has ended; when the terminal goes, to the leader alone.
+        Signal::SIGHUP => from_kernel && getsid(None)? != Pid::this(),
+        _ => false,
+    };
+    if !is_there_already {
+        // It has not been waited for, so its id is its own.
+        let _ = kill(program, signal);
+    }
+    Ok(())
+}
+
 impl Ended {
+    fn with_code(code: i32) -> Self {
+        Self {
+            code: Some(code),
+            signal: None,
+            took: Duration::ZERO,
+        }
+    }
+
     /// Its exit code; none if a signal ended it.
     pub fn code(&self) -> Option<i32> {
-        self.status.code()
+        self.code
     }
 
     /// The signal that ended it.
     pub fn signal(&self) -> Option<i32> {
-        self.status.signal()
+        self.signal.map(|signal| signal as i32)
     }
 
     /// Ends this process in the same way.
     pub fn repeat(&self) -> ! {
-        if let Some(number) = self.signal() {
+        if let Some(number) = self.signal {
             // It has left its own core file, if any.
-            let _ = setrlimit(Resource::RLIMIT_CORE, 0, 0);
-            if let Ok(number) = Signal::try_from(number) {
-                // SAFETY: the default disposition runs no code of ours.
-                let _ = unsafe { signal(number, SigHandler::SigDfl) };
-                let mut only = SigSet::empty();
-                only.add(number);
-                let _ = only.thread_unblock();
-                let _ = raise(number);
-            }
-            std::process::exit(128 + number);
+            let _ = set_dumpable(false);
+            // SAFETY: the default disposition runs no code of ours.
+            let _ = unsafe { signal(number, SigHandler::SigDfl) };
+            let mut only = SigSet::empty();
+            only.add(number);
+            let _ = only.thread_unblock();
+            let _ = raise(number);
+            std::process::exit(128 + number as i32);
         }
-        std::process::exit(self.code().unwrap_or(1));
+        std::process::exit(self.code.unwrap_or(1));
     }
 }

@@ -8,7 +8,7 @@ pub mod builtin;
 pub mod frida;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
-mod near;
+pub(crate) mod near;
 mod plan;
 
 #[cfg(test)]

@@ -131,11 +131,11 @@ pub(super) fn writable_code(own: &[Range<u64>]) -> Result<Vec<Range<u64>>, HookE
 
 /// Pages near code that are open for more hooks.
 #[derive(Default)]
-pub(super) struct Regions(Vec<Region>);
+pub(crate) struct Regions(Vec<Region>);
 
 impl Regions {
     /// A region that has room for a hook and that code at `address` reaches.
-    pub(super) fn near(&mut self, address: u64) -> Result<&mut Region, HookError> {
+    pub(crate) fn near(&mut self, address: u64) -> Result<&mut Region, HookError> {
         let fits = |region: &Region| region.reaches(address) && region.has_room(HOOK_BYTES);
         let index = match self.0.iter().position(fits) {
             Some(index) => index,
@@ -154,7 +154,7 @@ impl Regions {
 }
 
 /// A page of executable memory near some code, filled from the front.
-pub(super) struct Region {
+pub(crate) struct Region {
     memory: File,
     base: u64,
     used: u64,
@@ -199,12 +199,12 @@ impl Region {
     }
 
     /// The address at which the next block will stand.
-    pub(super) fn next_address(&self) -> u64 {
+    pub(crate) fn next_address(&self) -> u64 {
         self.base + self.used
     }
 
     /// Writes a block at [`Self::next_address`].
-    pub(super) fn append(&mut self, block: &[u8]) -> Result<(), HookError> {
+    pub(crate) fn append(&mut self, block: &[u8]) -> Result<(), HookError> {
         self.memory
             .write_all_at(block, self.used)
             .map_err(|source| HookError::System {

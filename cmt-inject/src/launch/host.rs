@@ -6,24 +6,27 @@ use std::io::{Error, Read as _, Result};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::net::UnixStream;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use cmt_common::control::{CONTROL_BYTES, CONTROL_NAME, Control};
 use cmt_common::launch::{GO, PAYLOAD_VARIABLE, SOCKET_VARIABLE};
 
-/// No copy waits longer for an answer.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// An answer is not waited for longer.
+const PATIENCE: Duration = Duration::from_secs(10);
 
-fn socket() -> Option<OsString> {
-    std::env::var_os(SOCKET_VARIABLE).filter(|path| !path.is_empty())
-}
+/// The socket's path, as it stood in the environment when this library was loaded: the program may change that.
+static SOCKET: OnceLock<OsString> = OnceLock::new();
 
 /// Whether this library is here for `cmt tune`, at the start of a program. It is not where `cmt attach` has brought it into a
 /// process that was started so: then threads may be anywhere.
 pub fn is_wanted() -> bool {
-    let wanted = std::env::var_os(PAYLOAD_VARIABLE);
-    socket().is_some()
-        && own_path().is_some_and(|own| wanted.is_some_and(|it| it.as_bytes() == own.to_bytes()))
+    let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+    let (Some(socket), Some(wanted)) = (variable(SOCKET_VARIABLE), variable(PAYLOAD_VARIABLE))
+    else {
+        return false;
+    };
+    own_path().is_some_and(|own| wanted.as_bytes() == own.to_bytes()) && SOCKET.set(socket).is_ok()
 }
 
 /// The name under which the loader has loaded this library.
@@ -41,7 +44,7 @@ fn own_path() -> Option<&'static CStr> {
 /// Makes this process's control block, a copy of `template`, and hands it to `cmt tune`, which has put the plan into it when
 /// this returns; `None` if nobody has.
 pub fn introduce(template: &Control) -> Option<&'static Control> {
-    let stream = UnixStream::connect(socket()?).ok()?;
+    let stream = UnixStream::connect(SOCKET.get()?).ok()?;
     let (block, file) = block(template).ok()?;
     send(&stream, &file).ok()?;
     (answer(stream).ok()? == GO).then_some(block)

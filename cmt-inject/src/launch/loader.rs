@@ -1,7 +1,8 @@
 //! The loader: what it has mapped, and being called when that changes.
 //!
 //! It calls a function that does nothing, `_dl_debug_state`, for debuggers to set a breakpoint on (`r_brk` of `struct r_debug`,
-//! glibc's link.h). Its `ret` becomes a jump to us. Debuggers of today use glibc's probes instead, and are not disturbed.
+//! glibc's link.h). Its `ret` becomes a jump to us. Where a debugger was there first nothing is changed; one that comes later
+//! finds the function's start, which is what it asks for, and with glibc's probes it does not even look there.
 #![expect(
     unsafe_code,
     reason = "the loader's structures, and a jump into this library"
@@ -13,6 +14,7 @@ use std::sync::OnceLock;
 use iced_x86::{Decoder, DecoderOptions, Mnemonic};
 
 use super::code;
+use crate::hook::near;
 
 /// `RT_CONSISTENT`: the list of libraries is whole.
 const CONSISTENT: c_int = 0;
@@ -20,6 +22,9 @@ const ENDBR64: [u8; 4] = [0xF3, 0x0F, 0x1E, 0xFA];
 const RET: u8 = 0xC3;
 const JUMP: u8 = 0xE9;
 const JUMP_BYTES: usize = 5;
+/// `jmp [rip]`: to the address that follows.
+const FAR_JUMP: [u8; 6] = [0xFF, 0x25, 0, 0, 0, 0];
+const DT_DEBUG: u64 = 21;
 /// Functions of the loader start on such a boundary.
 const ALIGN: u64 = 16;
 
@@ -93,8 +98,7 @@ type Watch = fn(Libraries);
 ///
 /// `None` if this loader's notification looks otherwise than expected. Nothing was changed then.
 pub fn watch(changed: Watch) -> Option<Libraries> {
-    // SAFETY: looks a symbol up.
-    let debug = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"_r_debug".as_ptr()) }.cast::<Debug>();
+    let debug = debug()?;
     // SAFETY: the loader's structure, which lives as long as the process.
     let (notify, libraries) =
         unsafe { debug.as_ref() }.map(|debug| (debug.notify, debug.libraries))?;
@@ -103,14 +107,52 @@ pub fn watch(changed: Watch) -> Option<Libraries> {
     // SAFETY: code of the loader, which is never unmapped; the function ends before the next one that is so aligned.
     let found = unsafe { std::slice::from_raw_parts(notify as *const u8, ALIGN as usize) };
     let at = return_with_room(found, notify)?;
-    let distance = i32::try_from(
-        ours.wrapping_sub(notify + at + JUMP_BYTES as u64)
-            .cast_signed(),
-    )
-    .ok()?;
-    let mut jump = [JUMP; JUMP_BYTES];
-    jump[1..].copy_from_slice(&distance.to_le_bytes());
+    let jump = jump(notify + at, ours).or_else(|| {
+        // Out of reach: by way of a jump that is not.
+        let mut regions = near::Regions::default();
+        let region = regions.near(notify).ok()?;
+        let block = region.next_address();
+        let mut far = FAR_JUMP.to_vec();
+        far.extend(ours.to_le_bytes());
+        region.append(&far).ok()?;
+        jump(notify + at, block)
+    })?;
     code::write(notify + at, &jump).then_some(Libraries(libraries))
+}
+
+/// The loader's structure. Programs tell debuggers where it is (`DT_DEBUG`); the symbol may be a copy of it in the program,
+/// which the loader does not write to.
+fn debug() -> Option<*const Debug> {
+    // SAFETY: the kernel's own words about this program, whose headers stay mapped, and its dynamic section.
+    unsafe {
+        let headers = libc::getauxval(libc::AT_PHDR);
+        let count = libc::getauxval(libc::AT_PHNUM);
+        if headers == 0 {
+            return None;
+        }
+        let headers =
+            std::slice::from_raw_parts(headers as *const libc::Elf64_Phdr, count as usize);
+        let own = headers.iter().find(|it| it.p_type == libc::PT_PHDR)?;
+        let base = (headers.as_ptr() as u64).wrapping_sub(own.p_vaddr);
+        let dynamic = headers.iter().find(|it| it.p_type == libc::PT_DYNAMIC)?;
+        let mut entry = base.wrapping_add(dynamic.p_vaddr) as *const [u64; 2];
+        while (*entry)[0] != 0 {
+            if (*entry)[0] == DT_DEBUG && (*entry)[1] != 0 {
+                return Some((*entry)[1] as *const Debug);
+            }
+            entry = entry.add(1);
+        }
+        let symbol = libc::dlsym(libc::RTLD_DEFAULT, c"_r_debug".as_ptr());
+        (!symbol.is_null()).then_some(symbol.cast_const().cast())
+    }
+}
+
+/// A jump from one address to another, if that is within reach.
+fn jump(from: u64, to: u64) -> Option<[u8; JUMP_BYTES]> {
+    let distance = to.wrapping_sub(from + JUMP_BYTES as u64).cast_signed();
+    let mut jump = [JUMP; JUMP_BYTES];
+    jump[1..].copy_from_slice(&i32::try_from(distance).ok()?.to_le_bytes());
+    Some(jump)
 }
 
 /// Where in a function that does nothing its `ret` stands, if padding for a jump follows.
@@ -136,8 +178,6 @@ extern "C" fn notified() {
     let Some(&(changed, debug)) = WATCHED.get() else {
         return;
     };
-    // SAFETY: this thread's own errno, which whoever loads a library may look at.
-    let errno = unsafe { *libc::__errno_location() };
     let debug = std::ptr::with_exposed_provenance::<Debug>(debug);
     // SAFETY: as in `watch`; volatile, since the loader writes to it.
     let (state, libraries) = unsafe {
@@ -149,8 +189,6 @@ extern "C" fn notified() {
     if state == CONSISTENT {
         changed(Libraries(libraries));
     }
-    // SAFETY: as above.
-    unsafe { *libc::__errno_location() = errno };
 }
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
 //! How the payload comes into a program that `cmt tune` starts: preloaded, it waits for libcuda.
 //!
 //! A library that needs none itself (`preload.s`, by `LD_PRELOAD`) loads it before the program's first instruction. It exports
-//! nothing that a program asks for, and does nothing but watch the loader, until libcuda is mapped. Then nobody can be in libcuda's code yet, and its copy
-//! functions are patched on the spot: no thread has to be stopped, and no other process is needed. With its first copy a
-//! process tells `cmt tune` of itself and gets the plan; where nobody answers, its copies stay with the original functions.
+//! nothing that a program asks for, and does nothing but watch the loader, until libcuda is mapped. Then nobody can be in
+//! libcuda's code yet, and its copy functions are patched on the spot: no thread has to be stopped, and no other process is
+//! needed. With its first copy a process tells `cmt tune` of itself and gets the plan; where nobody answers, its copies stay
+//! with the original functions.
 //!
 //! Nothing is here that runs in a process that `cmt attach` has come to.
 #![expect(
@@ -11,14 +12,16 @@
     reason = "memory that is shared with the host, and a constructor"
 )]
 
+mod calm;
 mod code;
 mod host;
 mod loader;
 mod symbols;
 
 use std::alloc::{Layout, alloc_zeroed};
-use std::panic::catch_unwind;
-use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use cmt_common::api::{COPY_FNS, DRIVER_FNS, HOOKED};
 use cmt_common::control::{Control, MAGIC, VERSION, boot, hook};
@@ -26,12 +29,25 @@ use cmt_common::control::{Control, MAGIC, VERSION, boot, hook};
 use crate::hook::builtin::Builtin;
 use crate::{cmt_payload_main, route, service};
 
+/// No copy waits longer for the plan; later ones have it when it comes.
+const PATIENCE: Duration = Duration::from_secs(2);
+const PAGE: u64 = 4096;
+
 /// What is known of libcuda once its functions are patched, as it stands in every process that begins to copy; null before.
 static TEMPLATE: AtomicPtr<Control> = AtomicPtr::new(std::ptr::null_mut());
-/// Where the libcuda was loaded that was patched last.
-static PATCHED_AT: AtomicU64 = AtomicU64::new(0);
+/// The libcudas that were mapped when the loader said so last.
+static MAPPED: Mutex<Mapped> = Mutex::new(Mapped {
+    bases: Vec::new(),
+    patched: None,
+});
 /// The process that has begun last, or has tried: a forked child finds its parent's id.
 static BEGUN_BY: AtomicI32 = AtomicI32::new(0);
+
+struct Mapped {
+    bases: Vec<u64>,
+    /// The one whose functions are patched.
+    patched: Option<u64>,
+}
 
 #[used]
 #[unsafe(link_section = ".init_array")]
@@ -41,13 +57,11 @@ extern "C" fn at_load() {
     if !host::is_wanted() {
         return;
     }
-    let _ = catch_unwind(|| {
+    calm::within(|| {
         // This library has its own copy of std, so the hook is ours alone: a panic here must not print.
         std::panic::set_hook(Box::new(|_| {}));
-        if let Some(libraries) = loader::watch(loader_has_changed)
-            && is_alone()
-        {
-            look(libraries);
+        if let Some(libraries) = loader::watch(loader_has_changed) {
+            look(libraries, is_alone());
         }
     });
 }
@@ -60,43 +74,55 @@ fn is_alone() -> bool {
 
 /// Runs on the thread that loads or unloads a library, which holds the loader's lock.
 fn loader_has_changed(libraries: loader::Libraries) {
-    let _ = catch_unwind(|| look(libraries));
+    calm::within(|| look(libraries, true));
 }
 
-/// Patches libcuda if it is there and was not there before.
-fn look(mut libraries: loader::Libraries) {
-    // A process that has begun keeps what it knows; a libcuda that it loads anew is left alone.
+/// Patches a libcuda that was not there before, if nobody can be in it and no other is patched.
+fn look(libraries: loader::Libraries, nobody_is_in_it: bool) {
+    // A process that has begun keeps what it knows.
     if BEGUN_BY.load(Ordering::Acquire) != 0 {
         return;
     }
-    let Some(cuda) = libraries.find(|library| library.file_name().starts_with(b"libcuda.so"))
-    else {
-        PATCHED_AT.store(0, Ordering::Release);
+    let Ok(mut mapped) = MAPPED.try_lock() else {
         return;
     };
-    if PATCHED_AT.swap(cuda.base(), Ordering::AcqRel) != cuda.base() {
-        patch(&cuda);
+    let found: Vec<_> = libraries
+        .filter(|library| library.file_name().starts_with(b"libcuda.so"))
+        .collect();
+    let is_there = |base: &u64| found.iter().any(|library| library.base() == *base);
+    mapped.patched = mapped.patched.filter(is_there);
+    let new = found
+        .iter()
+        .find(|library| !mapped.bases.contains(&library.base()));
+    if let Some(cuda) = new
+        && nobody_is_in_it
+        && mapped.patched.is_none()
+        && calm::may_write_files()
+    {
+        mapped.patched = patch(cuda).then(|| cuda.base());
     }
+    mapped.bases = found.iter().map(|library| library.base()).collect();
 }
 
-fn patch(cuda: &loader::Library) {
+/// False if nothing was patched.
+fn patch(cuda: &loader::Library) -> bool {
     // SAFETY: a control block is plain numbers, for which zeros are valid; it is never freed.
     let Some(control) = (unsafe {
         alloc_zeroed(Layout::new::<Control>())
             .cast::<Control>()
             .as_ref()
     }) else {
-        return;
+        return false;
     };
     symbols::each(cuda, |name, address, size| {
-        if let Some(index) = COPY_FNS[..HOOKED]
+        let hooked = &COPY_FNS[..HOOKED];
+        if let Some(index) = hooked
             .iter()
             .position(|function| function.name.as_bytes() == name)
         {
-            control.hooks[index]
-                .address
-                .store(address, Ordering::Relaxed);
-            control.hooks[index].size.store(size, Ordering::Relaxed);
+            let slot = &control.hooks[index];
+            slot.address.store(address, Ordering::Relaxed);
+            slot.size.store(size, Ordering::Relaxed);
         } else if let Some(index) = DRIVER_FNS
             .iter()
             .position(|function| function.as_bytes() == name)
@@ -105,25 +131,38 @@ fn patch(cuda: &loader::Library) {
         }
     });
     if service::prepare_all(control, &mut Builtin::default()).is_err() {
-        return;
+        return false;
     }
     let mut patched = false;
     for slot in &control.hooks {
-        if slot.status.load(Ordering::Relaxed) == hook::PREPARED
-            && let (window, bytes) = service::patch(slot)
-            && code::write(window, &bytes)
-        {
+        if slot.status.load(Ordering::Relaxed) != hook::PREPARED {
+            continue;
+        }
+        let (window, bytes) = service::patch(slot);
+        // The host takes none for ours that lies in two pages.
+        let in_one_page = window / PAGE == (window + bytes.len() as u64 - 1) / PAGE;
+        if in_one_page && code::write(window, &bytes) {
             slot.committed.store(1, Ordering::Relaxed);
             patched = true;
         }
     }
     if patched {
+        calm::note_filters();
         TEMPLATE.store((&raw const *control).cast_mut(), Ordering::Release);
     }
+    patched
 }
+
+/// How far a process has come that begins.
+const BEGINNING: u32 = 0;
+const BEGUN: u32 = 1;
+const GIVEN_UP: u32 = 2;
 
 /// Starts to stage in this process, if it was started by `cmt tune` and has not begun yet. Called by its copies while nothing
 /// is staged; true if that has changed.
+///
+/// The work is done by the control thread that is to be, with a stack of its own and all signals blocked: the caller's own may
+/// have room for no more than a copy, and wait for signals.
 #[cold]
 pub fn begin() -> bool {
     // SAFETY: once set, the pointer is valid for the life of the process, and of its forked children.
@@ -135,22 +174,50 @@ pub fn begin() -> bool {
     if BEGUN_BY.swap(pid, Ordering::AcqRel) == pid {
         return false;
     }
-    let begun = catch_unwind(|| {
-        let block = host::introduce(template)?;
-        route::forget_parent();
-        block.pid.store(pid.cast_unsigned(), Ordering::Relaxed);
-        block
-            .entry
-            .store(cmt_payload_main as *const () as u64, Ordering::Relaxed);
-        block.version.store(VERSION, Ordering::Relaxed);
-        block.boot.state.store(boot::RUNNING, Ordering::Relaxed);
-        block.magic.store(MAGIC, Ordering::Release);
-        service::begin(block).ok()
-    });
-    let begun = begun.is_ok_and(|begun| begun.is_some());
-    if !begun {
-        // Nor will its children.
-        TEMPLATE.store(std::ptr::null_mut(), Ordering::Release);
+    static PROGRESS: AtomicU32 = AtomicU32::new(BEGINNING);
+    PROGRESS.store(BEGINNING, Ordering::Release);
+    calm::within(|| {
+        let started = service::spawn(move || {
+            let block = introduced(template, pid);
+            let progress = if block.is_some() { BEGUN } else { GIVEN_UP };
+            if block.is_none() {
+                // Nor will its children.
+                TEMPLATE.store(std::ptr::null_mut(), Ordering::Release);
+            }
+            PROGRESS.store(progress, Ordering::Release);
+            service::wake(&PROGRESS);
+            // The block is new: nobody has given a command.
+            block.map(|block| (block, 0))
+        });
+        let deadline = Instant::now() + PATIENCE;
+        while started && PROGRESS.load(Ordering::Acquire) == BEGINNING {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            service::wait_for(&PROGRESS, BEGINNING, left);
+        }
+        PROGRESS.load(Ordering::Acquire) == BEGUN
+    })
+    .unwrap_or(false)
+}
+
+/// This process's control block, with everything started that it needs but the control thread.
+fn introduced(template: &Control, pid: i32) -> Option<&'static Control> {
+    // A program that has confined itself since then may be killed for a socket.
+    if !calm::has_the_same_filters() {
+        return None;
     }
-    begun
+    let block = host::introduce(template)?;
+    route::forget_parent();
+    block.pid.store(pid.cast_unsigned(), Ordering::Relaxed);
+    // This thread is the control thread, whose number it will write itself.
+    block.control_tid.store(u32::MAX, Ordering::Relaxed);
+    let entry = cmt_payload_main as *const () as u64;
+    block.entry.store(entry, Ordering::Relaxed);
+    block.version.store(VERSION, Ordering::Relaxed);
+    block.boot.state.store(boot::RUNNING, Ordering::Relaxed);
+    block.magic.store(MAGIC, Ordering::Release);
+    service::enable(block).ok()?;
+    Some(block)
 }
