@@ -1,4 +1,4 @@
-//! Builds the payload, so that `cmt` can carry it inside itself.
+//! Builds the payload, and what the loader preloads to bring it in, so that `cmt` can carry both inside itself.
 //!
 //! Cargo's artifact dependencies would do this, but need a nightly toolchain. The payload is always built optimised:
 //! it runs in other people's processes, whatever profile `cmt` itself is built with.
@@ -12,9 +12,12 @@ fn main() {
     let out = PathBuf::from(env("OUT_DIR"));
     let target_dir = out.join("payload");
     if std::env::var_os("CARGO_FEATURE_FUZZING").is_some() {
-        std::fs::write(out.join("payload.so"), "").expect("an empty payload");
+        for name in ["payload.so", "preload.so"] {
+            std::fs::write(out.join(name), "").expect("an empty library");
+        }
         return;
     }
+    preload(&workspace.join("cmt-inject/src/launch/preload.s"), &out);
     // Relative to this package, so that they hold where the folder is moved together with what was built in it.
     for source in ["cmt-inject", "cmt-copy", "cmt-common", "Cargo.lock"] {
         println!("cargo::rerun-if-changed=../{source}");
@@ -59,6 +62,21 @@ fn main() {
     copy(
         &target_dir.join("release/libcmt_inject.so"),
         &out.join("payload.so"),
+    );
+}
+
+fn preload(source: &Path, out: &Path) {
+    let status = cc::Build::new()
+        .get_compiler()
+        .to_command()
+        .args(["-shared", "-nostdlib", "-s", "-Wl,-z,now", "-o"])
+        .arg(out.join("preload.so"))
+        .arg(source)
+        .status()
+        .expect("a C compiler, which links Rust programs, too");
+    assert!(
+        status.success(),
+        "building the preloaded library failed: {status}"
     );
 }
 

@@ -178,3 +178,18 @@ fn a_process_ends_as_it_would_have() {
         assert_eq!(swapped.stderr, "", "{end}");
     }
 }
+
+#[test]
+fn the_stand_in_and_the_victims_agree_without_cmt() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let folder = tempfile::tempdir().expect("a folder");
+    let script = cmt_tests::workspace().join("tests/stand-in/selftest.sh");
+    let checked = Command::new("bash")
+        .arg(script)
+        .arg(folder.path())
+        .output()
+        .expect("bash");
+    assert!(checked.status.success(), "{checked:#?}");
+}

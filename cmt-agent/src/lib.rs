@@ -13,6 +13,7 @@ pub mod histogram;
 pub mod html;
 pub mod injector;
 pub mod keeper;
+pub mod launch;
 pub mod link;
 pub mod origin;
 pub mod output_file;

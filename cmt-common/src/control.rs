@@ -10,7 +10,7 @@ use crate::api::{DRIVER_FNS, HOOKED};
 /// First eight bytes of a control block.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"cmt-ctl\0");
 /// Changes whenever the layout or the meaning of a field does.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Bytes of the memfd that holds a [`Control`].
 pub const CONTROL_BYTES: usize = 32 << 10;
 /// The control block's memfd carries this name, so that a later `cmt` finds it in `/proc/PID/maps`.
@@ -352,6 +352,33 @@ pub const PASS_REASON_NAMES: [&str; PASS_REASONS] = [
     "faster, by comparison",
 ];
 
+/// Size classes that staged copies are counted by: class `i` holds copies of `1 << i` bytes up to twice that, exclusive; the
+/// last one all that are larger.
+pub const SIZE_CLASSES: usize = 48;
+
+/// The size class of a copy.
+pub const fn size_class(bytes: u64) -> usize {
+    let class = (bytes | 1).ilog2() as usize;
+    if class < SIZE_CLASSES {
+        class
+    } else {
+        SIZE_CLASSES - 1
+    }
+}
+
+/// Staged copies of one direction and size class.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub struct ClassCounters {
+    /// Bytes of those that returned 0.
+    pub bytes: AtomicU64,
+    /// Median time of the last copies that stock had to make for comparison, in nanoseconds for a MiB; 0 before there are
+    /// enough of them.
+    pub stock_ns_per_mib: AtomicU64,
+    /// The same of staged copies of the same while.
+    pub staged_ns_per_mib: AtomicU64,
+}
+
 /// What the payload counts since it was attached. Written with relaxed atomics; each value is exact, sets of them are not.
 #[repr(C)]
 pub struct Counters {
@@ -371,17 +398,27 @@ pub struct Counters {
     pub helpers: AtomicU32,
     /// Zero.
     pub _pad: u32,
+    /// Staged copies by size class: HtoD, DtoH.
+    pub classes: [[ClassCounters; SIZE_CLASSES]; 2],
 }
 
 impl Counters {
     /// Begins anew: nothing counts meanwhile.
     pub fn clear(&self) {
         let pairs = [&self.staged_calls, &self.staged_bytes, &self.staged_errors];
+        let classes = self.classes.iter().flatten();
         pairs
             .into_iter()
             .flatten()
             .chain(&self.passed)
             .chain([&self.panics])
+            .chain(classes.flat_map(|class| {
+                [
+                    &class.bytes,
+                    &class.stock_ns_per_mib,
+                    &class.staged_ns_per_mib,
+                ]
+            }))
             .for_each(|counter| counter.store(0, core::sync::atomic::Ordering::Relaxed));
     }
 }

@@ -10,4 +10,5 @@ pub mod control;
 pub mod event;
 pub mod histogram;
 pub mod kernel;
+pub mod launch;
 pub mod range;

@@ -7,8 +7,8 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Powers of two of bytes.
-const CLASSES: usize = 48;
+use cmt_common::control::{SIZE_CLASSES, size_class};
+
 /// One of so many copies of a class goes to stock, and one is timed, until there are enough of them, and later. Both at the
 /// same rate, so that both sides' times are of the same while.
 const EVERY: u32 = 256;
@@ -38,7 +38,7 @@ pub(crate) enum Turn {
 /// What is known of all classes, by direction (HtoD, DtoH).
 pub(crate) struct Guard {
     started: Instant,
-    classes: [[Class; CLASSES]; 2],
+    classes: [[Class; SIZE_CLASSES]; 2],
 }
 
 #[derive(Default)]
@@ -124,8 +124,7 @@ impl Guard {
     }
 
     fn class(&self, to_host: bool, bytes: u64) -> &Class {
-        let class = bytes.max(1).ilog2() as usize;
-        &self.classes[usize::from(to_host)][class.min(CLASSES - 1)]
+        &self.classes[usize::from(to_host)][size_class(bytes)]
     }
 
     /// Counts a copy and says what is to be done with it. `may_be_timed` is asked only where it matters.
@@ -168,6 +167,16 @@ impl Guard {
         }
     }
 
+    /// Median times of a copy's class for a MiB, in nanoseconds: stock's and staged ones. `None` before there are enough.
+    pub(crate) fn compared(&self, to_host: bool, bytes: u64) -> Option<[u64; 2]> {
+        let class = self.class(to_host, bytes);
+        let sides = [&class.stock, &class.staged];
+        sides
+            .iter()
+            .all(|side| side.count() >= ENOUGH)
+            .then(|| sides.map(Times::median))
+    }
+
     fn now_ms(&self) -> u64 {
         self.started.elapsed().as_millis() as u64
     }
@@ -206,6 +215,8 @@ mod tests {
         assert!((16..=64).contains(&later), "{later}");
         assert!(run(&guard, 64 * 1024, 31, 30) <= 64, "noise");
         assert_ne!(guard.turn(false, MIB, || true), Turn::Lost);
+        assert_eq!(guard.compared(false, MIB), Some([30_000, 31_000]));
+        assert_eq!(guard.compared(true, MIB), None);
     }
 
     #[test]

@@ -123,6 +123,12 @@ impl Engine {
         }
     }
 
+    /// Median times of copies of a size, in nanoseconds for a MiB: stock's and staged ones. `None` without a guard, and before
+    /// it has enough of both.
+    pub fn compared(&self, to_host: bool, bytes: usize) -> Option<[u64; 2]> {
+        self.guard.as_ref()?.compared(to_host, bytes as u64)
+    }
+
     /// Length in bytes below which [`Engine::copy`] passes every call of a function, under the plan in force.
     pub fn cut_over(&self, function: usize) -> usize {
         let cut_over = match hooked(function).map(direction) {

@@ -225,10 +225,12 @@ fn help(lanes: &Lanes, number: u32) {
     let crew = &lanes.crew;
     let mut idle_since = None;
     let mut woken = false;
+    let mut turn = number as usize;
     let mut cpus_seen = 0;
     loop {
         crew.follow_cpus(&mut cpus_seen);
-        if lanes.help_once(number, &mut woken) {
+        if lanes.help_once(turn, &mut woken) {
+            turn = turn.wrapping_add(1);
             idle_since = None;
             continue;
         }
@@ -260,12 +262,12 @@ impl Lanes {
         self.all().iter().any(|lane| lane.board.wants_helper())
     }
 
-    /// Moves slices of the first lane that has some and wants a helper; false if none does.
-    fn help_once(&self, number: u32, woken: &mut bool) -> bool {
-        let lanes = self.all();
-        let (before, after) = lanes.split_at((number as usize) % lanes.len().max(1));
-        for lane in after.iter().chain(before) {
-            if !lane.board.wants_helper() || !lane.board.join() {
+    /// Moves slices of a lane that has some and wants a helper; false if none does. Of several such lanes each has its turn.
+    fn help_once(&self, turn: usize, woken: &mut bool) -> bool {
+        let wanting = || self.all().iter().filter(|lane| lane.board.wants_helper());
+        let first = turn % wanting().count().max(1);
+        for lane in wanting().skip(first).chain(wanting().take(first)) {
+            if !lane.board.join() {
                 continue;
             }
             if core::mem::take(woken)

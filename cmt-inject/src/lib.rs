@@ -9,6 +9,7 @@
 )]
 
 pub mod hook;
+mod launch;
 mod name;
 mod reserve;
 #[doc(hidden)]

@@ -6,8 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering}
 use std::time::{Duration, Instant};
 
 use cmt_common::api::{COPY_FNS, HOOKED, Shape};
-use cmt_common::control::{CPU_WORDS, Control, PassReason, Plan, flag};
+use cmt_common::control::{CPU_WORDS, ClassCounters, Control, PassReason, Plan, flag, size_class};
 use cmt_copy::{Driver, Engine, Memcpy2D, Outcome, Request};
+
+use crate::launch;
 
 /// How the original of hooked function `i` is called; 0 before it is prepared.
 static ORIGINALS: [AtomicU64; HOOKED] = [const { AtomicU64::new(0) }; HOOKED];
@@ -96,6 +98,12 @@ impl Original {
             && let Some(engine) = unsafe { ENGINE.load(Ordering::Acquire).as_ref() }
         {
             engine.note_stock(to_host, bytes, took);
+            if let Some(([stock, staged], control)) = engine.compared(to_host, bytes).zip(control())
+            {
+                let class = class_of(control, to_host, bytes as u64);
+                class.stock_ns_per_mib.store(stock, Ordering::Relaxed);
+                class.staged_ns_per_mib.store(staged, Ordering::Relaxed);
+            }
         }
         IN_FLIGHT.0.fetch_sub(1, Ordering::Release);
         code
@@ -174,9 +182,10 @@ unsafe fn stage_2d(function: usize, copy: *const Memcpy2D, stream: usize) -> Res
     if copy.is_null() {
         return Err(Original::Plain);
     }
-    if !is_ours() {
-        return pass(control, PassReason::Disabled);
-    }
+    let control = match is_ours() {
+        true => control,
+        false => begun_in_child(control)?,
+    };
     // SAFETY: the caller's promise. A copy of it, so that nobody changes it between two looks.
     let copy = unsafe { copy.read_unaligned() };
     enter(control, function, copy.bytes(), |engine| {
@@ -188,18 +197,39 @@ unsafe fn stage_2d(function: usize, copy: *const Memcpy2D, stream: usize) -> Res
 /// The control block, while copies may be staged.
 #[inline]
 fn enabled() -> Result<&'static Control, Original> {
-    // SAFETY: once set, the pointer is valid for the life of the process.
-    let control = unsafe { CONTROL.load(Ordering::Acquire).as_ref() }.ok_or(Original::Plain)?;
+    let control = control().or_else(begun).ok_or(Original::Plain)?;
     if !ENABLED.load(Ordering::Relaxed) {
         pass(control, PassReason::Disabled)?;
     }
     Ok(control)
 }
 
+fn control() -> Option<&'static Control> {
+    // SAFETY: once set, the pointer is valid for the life of the process.
+    unsafe { CONTROL.load(Ordering::Acquire).as_ref() }
+}
+
+/// The control block of a process that `cmt tune` has started, once its first copy has begun to stage.
+#[cold]
+fn begun() -> Option<&'static Control> {
+    launch::begin().then(control)?
+}
+
+/// The same in a forked child, to which its parent's helpers are lost, and its CUDA: it can have begun none before.
+#[cold]
+fn begun_in_child(parents: &Control) -> Result<&'static Control, Original> {
+    match begun() {
+        Some(control) => Ok(control),
+        None => Err(pass(parents, PassReason::Disabled)
+            .err()
+            .unwrap_or(Original::Plain)),
+    }
+}
+
 /// Asks the engine, if it is to be asked. It tells, too, whether the copy went to the host.
 #[inline]
 fn enter(
-    control: &Control,
+    control: &'static Control,
     function: usize,
     bytes: usize,
     ask: impl FnOnce(&Engine) -> (Outcome, bool),
@@ -207,9 +237,10 @@ fn enter(
     if bytes < ENTERS_FROM_BYTES[function].load(Ordering::Relaxed) {
         return pass(control, PassReason::BelowCutOver);
     }
-    if !is_ours() {
-        return pass(control, PassReason::Disabled);
-    }
+    let control = match is_ours() {
+        true => control,
+        false => begun_in_child(control)?,
+    };
     // From here on `disable` waits for us. The second look makes sure that it has seen us.
     IN_FLIGHT.0.fetch_add(1, Ordering::SeqCst);
     let result = if ENABLED.load(Ordering::SeqCst) {
@@ -236,6 +267,8 @@ fn ask_enabled(
             if code == 0 {
                 counters.staged_calls[direction].fetch_add(1, Ordering::Relaxed);
                 counters.staged_bytes[direction].fetch_add(bytes, Ordering::Relaxed);
+                let class = class_of(control, to_host, bytes);
+                class.bytes.fetch_add(bytes, Ordering::Relaxed);
             } else {
                 counters.staged_errors[direction].fetch_add(1, Ordering::Relaxed);
             }
@@ -260,6 +293,10 @@ fn ask_enabled(
     }
 }
 
+fn class_of(control: &Control, to_host: bool, bytes: u64) -> &ClassCounters {
+    &control.counters.classes[usize::from(to_host)][size_class(bytes)]
+}
+
 fn pass(control: &Control, reason: PassReason) -> Result<i32, Original> {
     control.counters.passed[reason as usize].fetch_add(1, Ordering::Relaxed);
     Err(Original::Plain)
@@ -275,6 +312,13 @@ fn is_ours() -> bool {
 /// Stores how the original of hooked function `index` is called.
 pub fn set_original(index: usize, trampoline: u64) {
     ORIGINALS[index].store(trampoline, Ordering::Release);
+}
+
+/// Forgets the engine of the process that this one was forked from: what it has is that process's. No copy of ours is in it.
+pub fn forget_parent() {
+    ENABLED.store(false, Ordering::SeqCst);
+    ENGINE.store(std::ptr::null_mut(), Ordering::Release);
+    IN_FLIGHT.0.store(0, Ordering::SeqCst);
 }
 
 /// Starts an engine with `plan`; copies are staged from now on.
@@ -365,7 +409,9 @@ pub fn stop() -> Result<(), String> {
 
 /// Maps the page by which a forked child is told from us (`MADV_WIPEONFORK`, Linux 4.14).
 fn mark_ours() -> Result<(), String> {
-    if !OURS.load(Ordering::Acquire).is_null() {
+    // SAFETY: the page is never unmapped.
+    if let Some(ours) = unsafe { OURS.load(Ordering::Acquire).as_ref() } {
+        ours.store(true, Ordering::Relaxed);
         return Ok(());
     }
     const PAGE: usize = 4096;

@@ -77,6 +77,27 @@ fn serve(control: &'static Control, mut seen: u32) {
     }
 }
 
+/// Starts to stage by the plan in `control`, whose hooks are patched already, and to take commands. Called on a thread of the
+/// program's own.
+pub fn begin(control: &'static Control) -> Result<(), String> {
+    enable(control)?;
+    // Without a control thread copies are staged all the same, and a host that has commands starts one.
+    start(control);
+    Ok(())
+}
+
+fn enable(control: &'static Control) -> Result<(), String> {
+    route::enable(control, plan(control))?;
+    let now = SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
+    control
+        .enabled_at_ns
+        .store(now.as_nanos() as u64, Ordering::Relaxed);
+    control.state.store(state::ENABLED, Ordering::Release);
+    Ok(())
+}
+
 fn carry_out(
     control: &'static Control,
     engine: &mut dyn HookEngine,
@@ -87,16 +108,7 @@ fn carry_out(
             prepare(control, engine)?;
             control.state.store(state::PREPARED, Ordering::Release);
         }
-        command::ENABLE => {
-            route::enable(control, plan(control))?;
-            let now = SystemTime::now()
-                .duration_since(SystemTime::UNIX_EPOCH)
-                .unwrap_or_default();
-            control
-                .enabled_at_ns
-                .store(now.as_nanos() as u64, Ordering::Relaxed);
-            control.state.store(state::ENABLED, Ordering::Release);
-        }
+        command::ENABLE => enable(control)?,
         command::SET_PLAN => route::set_plan(control, plan(control)),
         command::DISABLE => {
             if !route::disable(DRAIN_LIMIT) {
@@ -124,7 +136,8 @@ fn prepare(control: &'static Control, engine: &mut dyn HookEngine) -> Result<(),
     prepared
 }
 
-fn prepare_all(control: &'static Control, engine: &mut dyn HookEngine) -> Result<(), String> {
+/// The same, with our memory map where it always is.
+pub fn prepare_all(control: &Control, engine: &mut dyn HookEngine) -> Result<(), String> {
     put_text(engine.name(), &raw const control.engine);
     for (index, slot) in control.hooks.iter().enumerate() {
         let address = slot.address.load(Ordering::Acquire);
@@ -173,6 +186,17 @@ fn fill(slot: &HookSlot, prepared: &crate::hook::Prepared) {
         .store(prepared.original.len() as u32, Ordering::Relaxed);
     slot.trampoline
         .store(prepared.trampoline, Ordering::Relaxed);
+}
+
+/// Where a prepared hook is to be patched, and what is to stand there.
+pub fn patch(slot: &HookSlot) -> (u64, Vec<u8>) {
+    // SAFETY: plain bytes, which `fill` has written.
+    let patched = unsafe { (&raw const slot.patched).read_volatile() };
+    let len = slot.window_len.load(Ordering::Relaxed) as usize;
+    (
+        slot.window.load(Ordering::Relaxed),
+        patched[..len.min(WINDOW_MAX)].to_vec(),
+    )
 }
 
 fn plan(control: &Control) -> cmt_common::control::Plan {

@@ -14,9 +14,9 @@ fail() {
     exit 1
 }
 
-# Every function of the API table is exported.
+# Every function that the engine calls is exported.
 exports=$(nm -D --defined-only libcuda.so.1 libcudart.so.13 | awk '{sub(/@.*/, "", $3); print $3}')
-for name in $(grep -o '"cu[A-Za-z0-9_]*"' "$here/../../cmt-common/src/api.rs" | tr -d '"' | sort -u); do
+for name in $(grep -oh '"cu[A-Za-z0-9_]*"' "$here/../../cmt-common/src/api/driver.rs" | tr -d '"' | sort -u); do
     grep -qx "$name" <<<"$exports" || fail "$name is not exported"
 done
 

@@ -102,7 +102,7 @@ entry_points() {
         return
     fi
     nm -D --defined-only "$library" | awk '$3 ~ /^cuMemcpy/ {print $3}' | sort -u > "$out/entry-points.txt"
-    grep -o '"cuMemcpy[A-Za-z0-9_]*"' cmt-common/src/api.rs | tr -d '"' | sort -u > "$out/entry-points-known.txt"
+    grep -oh '"cuMemcpy[A-Za-z0-9_]*"' cmt-common/src/api/*.rs | tr -d '"' | sort -u > "$out/entry-points-known.txt"
     say "entry points: $(wc -l < "$out/entry-points.txt") cuMemcpy* in $library; missing there: $(comm -13 "$out/entry-points.txt" "$out/entry-points-known.txt" | tr '\n' ' ')"
     say "entry points not in the table: $(comm -23 "$out/entry-points.txt" "$out/entry-points-known.txt" | tr '\n' ' ')"
     # Those between host and device in one dimension are what the patch is for.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs on a machine with an NVIDIA GPU, as root, from the project's folder, after `cargo xtask gpu` has made the bundle:
 #
-#     xtask/gpu/run.sh [facts] [engine] [crowd] [link] [pair] [rows] [files] [contract] [mps] [trace] [pytorch] [static] [pause] [bench]     (all of them by default)
+#     xtask/gpu/run.sh [facts] [engine] [crowd] [link] [pair] [rows] [files] [guard] [contract] [mps] [trace] [launch] [tune] [workloads] [pytorch] [static] [pause] [bench]     (all of them by default)
 #
 # Ends with a short table. Needs nvcc and PyTorch there, but no Rust.
 set -uo pipefail
@@ -12,7 +12,7 @@ out=${OUT:-/tmp/cmt-gpu}
 mkdir -p "$out"
 summary=$out/summary.txt
 : > "$summary"
-sections=${*:-facts engine crowd link pair rows files contract mps trace pytorch static pause bench}
+sections=${*:-facts engine crowd link pair rows files guard contract mps trace launch tune workloads pytorch static pause bench}
 export LD_LIBRARY_PATH="$PWD/$bundle/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 say() { printf '%s\n' "$*" | tee -a "$summary"; }
@@ -66,6 +66,12 @@ story() {
 . xtask/gpu/contract.sh
 # shellcheck source=xtask/gpu/trace.sh
 . xtask/gpu/trace.sh
+# shellcheck source=xtask/gpu/launch.sh
+. xtask/gpu/launch.sh
+# shellcheck source=xtask/gpu/tune.sh
+. xtask/gpu/tune.sh
+# shellcheck source=xtask/gpu/workloads.sh
+. xtask/gpu/workloads.sh
 
 say "hardware: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader), $(nproc) CPUs, Linux $(uname -r)"
 for section in $sections; do
@@ -76,9 +82,11 @@ for section in $sections; do
         ;;
     engine)
         "$bundle/engine" 1024 2>&1 | tee "$out/engine.txt"
+        [ "${PIPESTATUS[0]}" = 0 ] || fail "engine"
         ;;
-    crowd | link | pair | rows | files)
+    crowd | link | pair | rows | files | guard)
         "$bundle/engine" "$section" 1024 2>&1 | tee "$out/$section.txt"
+        [ "${PIPESTATUS[0]}" = 0 ] || fail "$section"
         ;;
     contract)
         contract
@@ -88,6 +96,9 @@ for section in $sections; do
         ;;
     trace)
         trace
+        ;;
+    launch | tune | workloads)
+        "$section"
         ;;
     pytorch)
         python3 examples/pytorch_loop.py --seconds 90 > "$out/pytorch.log" 2>&1 &

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use anyhow::ensure;
 use serde::Serialize;
 
+use crate::launch::{self, Measured};
 use crate::output_file::OutputFile;
 use crate::pipe;
 use crate::profile::File;
@@ -29,7 +30,8 @@ pub struct Args {
     /// Show no progress, and say nothing of the gain
     #[arg(long)]
     quiet: bool,
-    /// Write one JSON object (cmt/tune/1) to FILE; to stdout where none is named and no command runs
+    /// Write one JSON object to FILE: the plan (cmt/tune/1; to stdout where no FILE is named), or what the command has gained
+    /// (cmt/run/1)
     #[arg(long, value_name = "FILE", num_args = 0..=1)]
     json: Option<Option<PathBuf>>,
     /// Command to run by the plan
@@ -87,9 +89,13 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             "interrupted before {} was started",
             args.command[0].display()
         );
-        anyhow::bail!(
-            "{} cannot be started by this build",
-            args.command[0].display()
+        let json = args.json.as_ref().and_then(Option::as_deref);
+        return launch::run(
+            &args.command,
+            &tuned.plan,
+            &measured(&tuned),
+            args.quiet,
+            json,
         );
     }
     match (json, &args.json) {
@@ -102,6 +108,22 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         text += &format!("\nsaved in {}\n", path.display());
     }
     pipe::print(&text)
+}
+
+/// What was measured on this machine. What another one has said of itself is no measure of what is gained here.
+fn measured(tuned: &Tuned) -> Measured {
+    let is_ours = matches!(tuned.from, From::Search | From::Cache(_));
+    let measured = tuned.file.measured.as_ref().filter(|_| is_ours);
+    let classes = measured.into_iter().flat_map(|measured| &measured.classes);
+    let classes = classes.map(|class| launch::Class {
+        dtoh: class.direction == "DtoH",
+        bytes: class.bytes,
+        stock_gbps: class.stock_gbps,
+        tuned_gbps: class.tuned_gbps,
+    });
+    Measured {
+        classes: classes.collect(),
+    }
 }
 
 fn object(args: &Args, tuned: &Tuned) -> anyhow::Result<String> {

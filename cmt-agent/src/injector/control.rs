@@ -4,6 +4,7 @@
 //! with volatile reads and checked afterwards.
 #![expect(unsafe_code, reason = "memory shared with another process")]
 
+use std::fs::File;
 use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Deref;
@@ -33,6 +34,9 @@ pub struct ControlMap {
     at: NonNull<Control>,
     in_target: u64,
 }
+
+// SAFETY: the mapping is this value's alone in this process, and can be used and unmapped by any thread.
+unsafe impl Send for ControlMap {}
 
 const PAGE: u64 = 4096;
 
@@ -99,24 +103,29 @@ impl ControlMap {
         if target.control_inode(start)? != Some(metadata.ino()) {
             return Err(foreign("changed while it was opened"));
         }
+        let mut control = Self::of_file(&file).map_err(failed)?;
+        control.in_target = start;
+        Ok(control)
+    }
+
+    /// Maps a block that a process has handed over; `file` must be what it says it is, and cannot shrink from now on.
+    pub fn of_file(file: &File) -> io::Result<Self> {
+        let foreign = |what: &str| io::Error::other(format!("the control block {what}"));
         fcntl(
-            &file,
+            file,
             FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW),
         )
         .map_err(|_| foreign("cannot be sealed"))?;
-        if metadata.len() != CONTROL_BYTES as u64
-            || file.metadata().map_err(failed)?.len() != CONTROL_BYTES as u64
-        {
+        if file.metadata()?.len() != CONTROL_BYTES as u64 {
             return Err(foreign("is cut off"));
         }
         let len = NonZeroUsize::new(CONTROL_BYTES).expect("not zero");
         let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new shared mapping at an address of the kernel's choice touches no memory of ours.
-        let at = unsafe { mmap(None, len, prot, MapFlags::MAP_SHARED, &file, 0) }
-            .map_err(|errno| failed(errno.into()))?;
+        let at = unsafe { mmap(None, len, prot, MapFlags::MAP_SHARED, file, 0) }?;
         Ok(Self {
             at: at.cast(),
-            in_target: start,
+            in_target: 0,
         })
     }
 

@@ -26,6 +26,7 @@ pub use commit::{Committed, Patch};
 pub use control::{CommandError, ControlMap, HookState};
 pub use error::InjectError;
 use hijack::Cave;
+pub use load::PAYLOAD;
 use load::{load, restart};
 pub use threads::{ThreadError, reap_the_ended};
 
@@ -387,6 +388,8 @@ fn unpatch_and_stop(
         while has_thread(target, is_ours) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(200));
         }
+    } else {
+        control.state.store(state::STOPPED, Ordering::Release);
     }
     Ok((patches.len(), pause))
 }

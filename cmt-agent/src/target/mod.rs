@@ -289,7 +289,12 @@ impl Target {
 
     /// True if `address` lies in an executable mapping of the payload.
     pub fn is_payload_code(&self, address: u64) -> bool {
+        let preloaded = |map: &&Mapping| {
+            let name = map.file_name();
+            name.is_some_and(|name| name.starts_with(PAYLOAD_NAME) && name.ends_with(".so"))
+        };
         self.memfd_maps(PAYLOAD_NAME)
+            .chain(self.maps.iter().filter(preloaded))
             .any(|map| map.executable && map.contains(address))
     }
 

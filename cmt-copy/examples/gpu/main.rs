@@ -12,6 +12,7 @@
 mod calls;
 mod crowd;
 mod files;
+mod guard;
 mod link;
 mod pair;
 mod rows;
@@ -327,7 +328,10 @@ fn busy(gpu: &Gpu, engine: &Engine, host: *mut u8, largest: usize) {
 fn main() {
     let mut arguments = std::env::args().skip(1).peekable();
     let mode = arguments.next_if(|argument| {
-        ["calls", "search", "crowd", "link", "pair", "rows", "files"].contains(&argument.as_str())
+        [
+            "calls", "search", "crowd", "link", "pair", "rows", "files", "guard",
+        ]
+        .contains(&argument.as_str())
     });
     let numbers: Vec<u64> = arguments
         .map(|argument| argument.parse().expect("a number"))
@@ -357,6 +361,7 @@ fn main() {
     match mode.as_deref() {
         Some("crowd") => return crowd::print(&gpu, cpus, largest, [host, target.as_mut_ptr()]),
         Some("calls") => return calls::print(&gpu, host),
+        Some("guard") => return guard::print(&gpu, cpus, [host, target.as_mut_ptr()]),
         Some("files") => return files::print(&gpu, cpus, host),
         Some("rows") => return rows::print(&gpu, cpus, host),
         Some("link") => return link::print(&gpu, host),

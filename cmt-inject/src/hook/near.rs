@@ -338,8 +338,8 @@ mod tests {
         let code = 0x7000_0000_0000;
         let maps = [
             mapping(code, code + 0x1000, Grows::No),
-            mapping(code + 0x2000, code + 0x3000, Grows::Up),
-            mapping(code + 0x8000, code + 0x9000, Grows::No),
+            mapping(code + 0x1000, code + 0x3000, Grows::Up),
+            mapping(code + 0x8000, code + 0x9000, Grows::Down),
             mapping(code + 0x9000, code + 0xa000, Grows::No),
         ];
         assert!(

@@ -1,5 +1,5 @@
 //! Reads from a finished `cmt` what it needs of the machine it will run on, and that it does not name the one it was
-//! built on. The payload is found inside it, so what is looked at is what users get.
+//! built on. The libraries that it carries are found inside it, so what is looked at is what users get.
 
 use std::collections::BTreeSet;
 use std::os::unix::ffi::OsStrExt;
@@ -28,11 +28,14 @@ const PAYLOAD_PARTS: [&str; 4] = [
 ];
 const MAGIC: &[u8] = b"\x7fELF\x02\x01\x01";
 
-/// Fails unless `cmt` and the payload in it are stripped, need nothing but glibc up to this version, and hold none of the
+/// Fails unless `cmt` and the libraries in it are stripped, need nothing but glibc up to this version, and hold none of the
 /// paths.
 pub fn inspect(cmt: &[u8], glibc: (u32, u32), paths: &[PathBuf]) -> Result<()> {
     examine(cmt, glibc, &GLIBC_PARTS).context("cmt")?;
-    examine(payload(cmt)?, glibc, &PAYLOAD_PARTS).context("the payload")?;
+    let Libraries { payload, preload } = Libraries::inside(cmt)?;
+    examine(payload, glibc, &PAYLOAD_PARTS).context("the payload")?;
+    // Other libcs must be able to load it, too.
+    examine(preload, glibc, &[]).context("the preloaded library")?;
     for path in paths {
         ensure!(
             find(cmt, path.as_os_str().as_bytes()).is_none(),
@@ -43,21 +46,39 @@ pub fn inspect(cmt: &[u8], glibc: (u32, u32), paths: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// The one x86-64 library inside.
-fn payload(cmt: &[u8]) -> Result<&[u8]> {
-    let mut found = None;
-    let mut start = MAGIC.len();
-    while let Some(offset) = find(&cmt[start..], MAGIC) {
-        start += offset;
-        let data = &cmt[start..];
-        // The BPF object is the other one.
-        if FileHeader64::<Endianness>::parse(data).is_ok_and(is_x86) {
-            ensure!(found.is_none(), "two payloads inside");
-            found = Some(data);
+/// The two x86-64 libraries inside.
+struct Libraries<'a> {
+    /// What lives in targets.
+    payload: &'a [u8],
+    /// What brings it into programs that `cmt` starts; it needs no library.
+    preload: &'a [u8],
+}
+
+impl<'a> Libraries<'a> {
+    fn inside(cmt: &'a [u8]) -> Result<Self> {
+        let (mut payloads, mut preloads) = (Vec::new(), Vec::new());
+        let mut start = MAGIC.len();
+        while let Some(offset) = find(&cmt[start..], MAGIC) {
+            start += offset;
+            let data = &cmt[start..];
+            // The BPF object is the third.
+            if FileHeader64::<Endianness>::parse(data).is_ok_and(is_x86) {
+                match Needs::of(data)?.libraries.is_empty() {
+                    true => preloads.push(data),
+                    false => payloads.push(data),
+                }
+            }
+            start += MAGIC.len();
         }
-        start += MAGIC.len();
+        match (&payloads[..], &preloads[..]) {
+            (&[payload], &[preload]) => Ok(Self { payload, preload }),
+            _ => bail!(
+                "{} payloads and {} preloaded libraries inside",
+                payloads.len(),
+                preloads.len()
+            ),
+        }
     }
-    found.context("no payload inside")
 }
 
 fn is_x86(header: &FileHeader64<Endianness>) -> bool {
@@ -134,12 +155,15 @@ impl Needs {
         }
         let mut unversioned = BTreeSet::new();
         let symbols = sections.symbols(endian, data, SHT_DYNSYM)?;
-        let table = sections.versions(endian, data)?.context("no versions")?;
+        let table = sections.versions(endian, data)?;
         for (index, symbol) in symbols.enumerate() {
             // The first entry is none, and what is weak may be missing.
             let must_be_found = index.0 > 0 && symbol.is_undefined(endian) && !symbol.is_weak();
-            let version = table.version_index(endian, index).index();
-            if must_be_found && table.version(version)?.is_none() {
+            let version = match &table {
+                Some(table) => table.version(table.version_index(endian, index).index())?,
+                None => None,
+            };
+            if must_be_found && version.is_none() {
                 unversioned.insert(text(symbols.symbol_name(endian, symbol)?));
             }
         }
@@ -192,8 +216,9 @@ mod tests {
 
     #[test]
     fn a_file_without_a_payload_is_no_cmt() {
-        let error = payload(&this_test()).expect_err("it is one ELF file");
-        assert!(error.to_string().contains("no payload"), "{error}");
+        let test = this_test();
+        let error = Libraries::inside(&test).err().expect("it is one ELF file");
+        assert!(error.to_string().starts_with("0 payloads"), "{error}");
     }
 
     #[test]

@@ -152,11 +152,44 @@ fn story(victim: Victim, root: &Path) -> Result<()> {
         }
         inside(&pid, &["/cmt/cmt", "detach", &pid])?;
     }
+    launched(&pid)?;
     let account = victim.stop();
     ensure!(account["mismatches"] == 0, "wrong bytes: {account}");
     println!(
         "attached and detached {CYCLES} times, {copies} copies staged in the first: {account}"
     );
+    Ok(())
+}
+
+/// Another such program, started by `cmt`.
+fn launched(pid: &str) -> Result<()> {
+    let program = [
+        "/cmt/victim-drv",
+        "--bytes",
+        "4M",
+        "--exact",
+        "--calls",
+        "20",
+    ];
+    let tune = [
+        "env",
+        "LD_LIBRARY_PATH=/cmt",
+        "/cmt/cmt",
+        "tune",
+        "--search",
+        "instant",
+        "--json",
+        "/cmt/run.json",
+        "--",
+    ];
+    let said = inside(pid, &[&tune[..], &program[..]].concat())?;
+    let account: serde_json::Value =
+        serde_json::from_str(said.lines().last().context("it says nothing")?)?;
+    ensure!(account["mismatches"] == 0, "wrong bytes: {account}");
+    let run: serde_json::Value = serde_json::from_str(&inside(pid, &["cat", "/cmt/run.json"])?)?;
+    let staged = [0, 1].map(|way| run["staged"][way]["calls"].as_u64().unwrap_or_default());
+    ensure!(!staged.contains(&0), "nothing was staged: {run}");
+    println!("started by cmt tune: {staged:?} of 20 copies staged");
     Ok(())
 }
 

@@ -1,0 +1,80 @@
+//! Running a program so that its copies, and those of the processes it starts, are staged from the first one on.
+//!
+//! The payload is preloaded (`cmt-inject/src/launch/`); each process that copies hands its control block to a [`Desk`], which
+//! puts the plan into it, and whose counters are what is told at the end. No process is stopped, traced or waited for, and the
+//! program is as any other child: its terminal, signals and exit code are its own.
+
+mod desk;
+mod file;
+mod gain;
+mod program;
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use anyhow::Context as _;
+use cmt_common::control::Plan;
+use serde::Serialize;
+
+pub use desk::Desk;
+pub use gain::{Class, Gain, Measured};
+
+use crate::output_file::OutputFile;
+
+/// What `--json` keeps.
+#[derive(Serialize)]
+struct Object<'a> {
+    schema: &'static str,
+    command: Vec<String>,
+    /// What it ended with; null if a signal ended it.
+    exit_code: Option<i32>,
+    /// The signal that ended it.
+    signal: Option<i32>,
+    seconds: f64,
+    #[serde(flatten)]
+    gain: &'a Gain,
+}
+
+/// Runs `command` by `plan`, then ends this process as the program ended. `measured` is what the plan's makers have measured.
+///
+/// # Errors
+/// When the program cannot be started, with nothing left behind.
+pub fn run(
+    command: &[OsString],
+    plan: &Plan,
+    measured: &Measured,
+    quiet: bool,
+    json: Option<&Path>,
+) -> anyhow::Result<()> {
+    let json = json
+        .map(|path| OutputFile::open(path, "the program was not started"))
+        .transpose()?;
+    let files = file::place()?;
+    let signals = program::Signals::block()?;
+    let desk = Desk::open(plan).context("opening a socket for the program's processes")?;
+    let (program, arguments) = command.split_first().context("no program is named")?;
+    let ended = program::run(program, arguments, &files, desk.path(), &signals)?;
+    let gain = Gain::of(&desk.close(), measured);
+    if let Some(file) = json {
+        let object = Object {
+            schema: "cmt/run/1",
+            command: command
+                .iter()
+                .map(|word| word.to_string_lossy().into_owned())
+                .collect(),
+            exit_code: ended.code(),
+            signal: ended.signal(),
+            seconds: ended.took.as_secs_f64(),
+            gain: &gain,
+        };
+        // The program's exit code is worth more than this file.
+        let written = file.write(&format!("{}\n", serde_json::to_string(&object)?));
+        if let Err(error) = written {
+            eprintln!("cmt: {error:#}");
+        }
+    }
+    if !quiet {
+        eprintln!("cmt: {gain}");
+    }
+    ended.repeat()
+}

@@ -1,0 +1,74 @@
+//! What the guard costs: the same copies with and without one, in turns.
+
+use std::time::Instant;
+
+use cmt_common::control::PassReason;
+use cmt_copy::{Engine, Outcome, Request};
+
+use super::{DTOH, Gpu, HTOD};
+
+/// Copies of one turn; stock makes one of 256 of them at first, and one of 2048 later.
+const COPIES: usize = 1024;
+const TURNS: usize = 9;
+
+pub fn print(gpu: &Gpu, cpus: u32, buffers: [*mut u8; 2]) {
+    for (bytes, turns) in [(1usize << 20, TURNS), (4 << 20, TURNS), (64 << 20, 3)] {
+        for (to_host, host) in [false, true].into_iter().zip(buffers) {
+            let plan = cmt_copy::plan::estimate(cpus);
+            let engines = [gpu.engine(plan), gpu.engine(plan).guarded()];
+            let mut seconds = [Vec::new(), Vec::new()];
+            let mut sampled = 0;
+            for turn in 0..=turns {
+                for (engine, seconds) in engines.iter().zip(&mut seconds) {
+                    let start = Instant::now();
+                    for _ in 0..COPIES {
+                        sampled += u64::from(copy(gpu, engine, to_host, host, bytes));
+                    }
+                    // The first warms up.
+                    if turn > 0 {
+                        seconds.push(start.elapsed().as_secs_f64());
+                    }
+                }
+            }
+            let [plain, guarded] = seconds.map(|mut seconds| {
+                seconds.sort_by(f64::total_cmp);
+                seconds[seconds.len() / 2] / COPIES as f64 * 1e6
+            });
+            println!(
+                "guard {} {:2} MiB: {plain:.1} us a copy without, {guarded:.1} with ({:+.1} %), {sampled} of {} by stock",
+                if to_host { "DtoH" } else { "HtoD" },
+                bytes >> 20,
+                (guarded / plain - 1.0) * 100.0,
+                COPIES * (turns + 1),
+            );
+            engines.iter().for_each(Engine::shutdown);
+        }
+    }
+}
+
+/// As a hook does it; true if it was stock's turn.
+fn copy(gpu: &Gpu, engine: &Engine, to_host: bool, host: *mut u8, bytes: usize) -> bool {
+    let (function, dst, src) = match to_host {
+        true => (DTOH, host as u64, gpu.device),
+        false => (HTOD, gpu.device, host as u64),
+    };
+    let request = Request {
+        function,
+        dst,
+        src,
+        bytes,
+        stream: 0,
+    };
+    // SAFETY: both ranges are as long as the largest copy.
+    match unsafe { engine.copy(&request) } {
+        Outcome::Staged(code) => assert_eq!(code, 0),
+        Outcome::Pass(PassReason::Sampled) => {
+            let start = Instant::now();
+            gpu.stock(to_host, host, bytes);
+            engine.note_stock(to_host, bytes, start.elapsed());
+            return true;
+        }
+        Outcome::Pass(reason) => panic!("{reason:?}"),
+    }
+    false
+}
