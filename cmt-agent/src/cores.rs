@@ -1,6 +1,8 @@
 //! Which of its CPUs the helpers of a process run on: a choice that means the same on every machine, and the CPUs that it
 //! means on this one.
 
+use std::sync::OnceLock;
+
 use cmt_common::control::{CPU_WORDS, cores};
 use serde::{Deserialize, Serialize};
 
@@ -86,11 +88,15 @@ impl Cores {
     }
 }
 
-/// The CPUs that a plan's number means on this machine; all zero for any.
+/// The CPUs that a plan's number means on this machine, as it was first read; all zero for any.
 pub fn mask_of(number: u32) -> [u64; CPU_WORDS] {
     match Cores::of(number) {
         Cores::All => [0; CPU_WORDS],
-        choice => mask(choice, &Topology::here()),
+        choice => {
+            // A search sets plans all the time, and reading hundreds of files takes longer than a copy.
+            static HERE: OnceLock<Topology> = OnceLock::new();
+            mask(choice, HERE.get_or_init(Topology::here))
+        }
     }
 }
 

@@ -6,7 +6,8 @@ use cmt_common::control::Plan;
 
 use super::{File, Machine};
 
-/// Names and texts. Only what was really measured comes in, as `cmt tune --search full --save` has written it.
+/// Names and texts: `("gpu-cpus", include_str!("../../profiles/gpu-cpus.json"))`. Only what was really measured comes in, as
+/// `cmt tune --search full --save` has written it.
 const KNOWN: &[(&str, &str)] = &[];
 
 /// Links whose rates differ by less are alike.

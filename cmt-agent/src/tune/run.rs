@@ -59,7 +59,7 @@ impl Limits {
                 finalists: 3,
                 // There the cut-over is decided, and little time is lost by new mappings.
                 fresh_up_to: 4 << 20,
-                search: Duration::from_millis(7500),
+                search: Duration::from_millis(7300),
                 all: Duration::from_millis(8500),
             },
         }
