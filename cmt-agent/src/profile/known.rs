@@ -8,7 +8,10 @@ use super::{File, Machine};
 
 /// Names and texts: `("gpu-cpus", include_str!("../../profiles/gpu-cpus.json"))`. Only what was really measured comes in, as
 /// `cmt tune --search full --save` has written it.
-const KNOWN: &[(&str, &str)] = &[];
+const KNOWN: &[(&str, &str)] = &[(
+    "nvidia-h200-16",
+    include_str!("../../profiles/nvidia-h200-16.json"),
+)];
 
 /// Links whose rates differ by less are alike.
 const SAME_RATE: f64 = 0.1;
