@@ -1,8 +1,6 @@
 //! `cmt serve` counts what the processes of a node copy, for as long as it runs, whatever their number; hands it to a
 //! Prometheus in each of its formats; and leaves nothing behind.
 
-mod served;
-
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -12,11 +10,9 @@ use std::thread;
 use std::time::Duration;
 
 use cmt_tests::{
-    Rung, Trace, Victim, attach, built, cmt, cmt_command, detach, require, require_packages,
+    Named, Rung, Samples, Serve, Trace, Victim, account_of, attach, built, cmt, cmt_command,
+    detach, require, require_packages, until,
 };
-use serde_json::Value;
-
-use served::{Named, Samples, Serve, until};
 
 const LIBRARY: &str = "libcuda.so.1";
 /// Every `cmt serve` puts breakpoints into all victims.
@@ -24,17 +20,6 @@ static ALONE: RwLock<()> = RwLock::new(());
 
 fn shared() -> RwLockReadGuard<'static, ()> {
     ALONE.read().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Calls, errors and bytes by a victim's own account.
-fn account_of(account: &Value) -> [u64; 3] {
-    let functions = account["functions"].as_object().expect("functions");
-    ["calls", "errors", "bytes"].map(|what| {
-        let counts = functions.values();
-        counts
-            .map(|counts| counts[what].as_u64().expect(what))
-            .sum()
-    })
 }
 
 /// It makes both libraries known before others start: those then are traced from their first call on.
