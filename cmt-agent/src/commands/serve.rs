@@ -1,13 +1,15 @@
 //! `cmt serve`: metrics of all processes of this machine, for a Prometheus to fetch.
 
 use std::net::{SocketAddr, TcpListener};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 
-use crate::serve;
+use crate::probes::rights::{self, Deed};
+use crate::serve::policy::{Mode, Policy};
 use crate::serve::totals::MOST_WORKLOADS;
 use crate::serve::web_config::WebConfig;
+use crate::serve::{self, Wishes};
 
 /// Trace all processes of this machine and serve what they copy as metrics
 #[derive(clap::Args)]
@@ -21,6 +23,9 @@ pub struct Args {
     /// Workloads that are told apart; what comes later counts as "other"
     #[arg(long, value_name = "N", default_value_t = MOST_WORKLOADS)]
     max_workloads: usize,
+    /// Attach to what this file allows, and take back what does not help
+    #[arg(long, value_name = "FILE")]
+    policy: Option<PathBuf>,
 }
 
 /// Serves until a signal ends it.
@@ -29,6 +34,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         Some(path) => WebConfig::read(path)?,
         None => WebConfig::default(),
     };
+    let policy = args.policy.as_deref().map(policy).transpose()?;
     let listener = TcpListener::bind(args.listen)
         .with_context(|| format!("cannot listen on {}; nothing was traced", args.listen))?;
     if !args.listen.ip().is_loopback() {
@@ -44,5 +50,24 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             }
         }
     }
-    serve::run(listener, web, args.max_workloads)
+    let wishes = Wishes {
+        web,
+        most_workloads: args.max_workloads,
+        policy,
+    };
+    serve::run(listener, wishes)
+}
+
+/// Reads a policy, and refuses one that could not be carried out.
+fn policy(path: &Path) -> anyhow::Result<Policy> {
+    let policy = Policy::read(path)?;
+    let deed = Deed::Attach { own: false };
+    if policy.mode == Mode::Attach && !rights::may(deed) {
+        bail!(
+            "{} is to attach to processes: {}; nothing was traced",
+            path.display(),
+            rights::refusal(deed)
+        );
+    }
+    Ok(policy)
 }

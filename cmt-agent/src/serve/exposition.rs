@@ -56,6 +56,18 @@ impl Collector for Node {
         for (workload, gained) in &totals.recoverable_s {
             count(&mut recoverable, &[("workload", &**workload)], gained)?;
         }
+        if let Some(actions) = &totals.actions {
+            let mut encoder = to.encode_descriptor(
+                "cmt_policy_actions",
+                "What was done by the policy.",
+                None,
+                MetricType::Counter,
+            )?;
+            for ((workload, action), times) in actions {
+                let labels = [("action", *action), ("workload", &**workload)];
+                count(&mut encoder, &labels, times)?;
+            }
+        }
         tracing(&mut to, &totals)
     }
 }

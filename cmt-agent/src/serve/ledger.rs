@@ -65,6 +65,12 @@ impl Ledger {
         self.interval.close_if_over(totals);
     }
 
+    /// All that a process that lives has counted so far.
+    pub fn of_process(&self, pid: u32) -> BTreeMap<CopyKey, Stat> {
+        let rows = self.added.range(CopyKey::of_process(pid));
+        rows.map(|(key, stat)| (*key, stat.clone())).collect()
+    }
+
     fn add_row(
         &mut self,
         totals: &mut Totals,

@@ -1,6 +1,7 @@
 //! `cmt serve`: what all processes of a node copy, as metrics that a Prometheus fetches. For weeks, in bounded memory.
 //!
 //! `node` traces, `ledger` adds what is new to `totals`; `exposition` names it, `buckets` shapes it, and `http` hands it out.
+//! `policy` attaches, where a file says so.
 
 pub mod buckets;
 mod exposition;
@@ -8,6 +9,7 @@ mod http;
 mod ledger;
 mod node;
 mod password;
+pub mod policy;
 pub mod totals;
 pub mod web_config;
 pub mod workloads;
@@ -28,6 +30,7 @@ use tokio::task::spawn_blocking;
 use self::http::Pages;
 use self::node::Node;
 use self::password::Users;
+use self::policy::Policy;
 use self::totals::Totals;
 use self::web_config::{Tls, WebConfig};
 
@@ -48,17 +51,27 @@ const READING: usize = 2;
 /// What is shared by those who answer and those who count.
 type Shared = Arc<Mutex<Option<Node>>>;
 
+/// What it is asked for.
+pub struct Wishes {
+    /// Encryption and passwords.
+    pub web: WebConfig,
+    /// Workloads that are told apart.
+    pub most_workloads: usize,
+    /// What to attach to, if anything.
+    pub policy: Option<Policy>,
+}
+
 /// Traces all processes and answers on `listener` until a signal ends it.
-pub fn run(listener: TcpListener, web: WebConfig, most_workloads: usize) -> anyhow::Result<()> {
+pub fn run(listener: TcpListener, wishes: Wishes) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(ANSWERING)
         .max_blocking_threads(READING)
         .enable_all()
         .build()
         .context("starting the runtime that answers")?;
-    let totals = Arc::new(Mutex::new(Totals::new(most_workloads)));
+    let totals = Arc::new(Mutex::new(Totals::new(wishes.most_workloads)));
     let node: Shared = Arc::default();
-    let result = runtime.block_on(serve(listener, web, totals, Arc::clone(&node)));
+    let result = runtime.block_on(serve(listener, wishes, totals, Arc::clone(&node)));
     runtime.shutdown_timeout(GRACE);
     // Takes the probes away.
     drop(take(&node));
@@ -67,7 +80,7 @@ pub fn run(listener: TcpListener, web: WebConfig, most_workloads: usize) -> anyh
 
 async fn serve(
     listener: TcpListener,
-    web: WebConfig,
+    wishes: Wishes,
     totals: Arc<Mutex<Totals>>,
     node: Shared,
 ) -> anyhow::Result<()> {
@@ -85,8 +98,8 @@ async fn serve(
     listener
         .set_nonblocking(true)
         .context("preparing the listener")?;
-    let router = http::router(Arc::clone(&pages), Users::new(web.users)).into_make_service();
-    let certificate = match web.tls {
+    let router = http::router(Arc::clone(&pages), Users::new(wishes.web.users)).into_make_service();
+    let certificate = match wishes.web.tls {
         Some(files) => Some(Certificate::load(files).await?),
         None => None,
     };
@@ -112,6 +125,9 @@ async fn serve(
         let attached = node::attached(&started.traced());
         node::lock(&totals).attached = attached;
         put(&node, started);
+        if let Some(policy) = wishes.policy {
+            policy::start(policy, Arc::clone(&node), Arc::clone(&totals));
+        }
         pages.ready.store(true, Ordering::Release);
         log::info!("probes are in place");
         count(&node, &totals, &pages, certificate.as_ref()).await

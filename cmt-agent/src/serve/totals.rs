@@ -16,7 +16,7 @@ use crate::histogram::Stat;
 /// Workloads that have a name unless another number is asked for.
 pub const MOST_WORKLOADS: usize = 32;
 /// Histograms with a size class of their own. HtoD and DtoH by pageable and pinned memory and all sizes are 44, DtoD 11.
-const MOST_CLASSES: usize = 60;
+const MOST_CLASSES: usize = 57;
 /// Histograms for what is beyond, one a direction.
 const OVERFLOW_CLASSES: usize = 5;
 /// Directions and memory kinds that a workload uses, on average.
@@ -28,6 +28,11 @@ const FLOW_SERIES: usize = 5;
 /// Everything that has no more than one series, the reasons of losses among them.
 const SINGLE_SERIES: usize = 32;
 
+/// Workloads by what was done to them by a policy.
+const MOST_ACTIONS: usize = 48;
+/// The same for all further workloads.
+const OVERFLOW_ACTIONS: usize = 10;
+
 /// Series of a node stay below, unless more workloads are asked for.
 const MOST_SERIES: usize = 2000;
 const _: () = assert!(
@@ -35,6 +40,8 @@ const _: () = assert!(
         + (MOST_WORKLOADS * FLOWS_PER_WORKLOAD + FLOWS) * FLOW_SERIES
         + MOST_WORKLOADS
         + 1
+        + MOST_ACTIONS
+        + OVERFLOW_ACTIONS
         + COPY_FNS.len()
         + 1
         + SINGLE_SERIES
@@ -99,6 +106,8 @@ pub struct Totals {
     pub attached: Option<usize>,
     /// Processes that map a CUDA library now.
     pub traced: usize,
+    /// What was done by the policy, by workload and action; `None` without one.
+    pub actions: Option<BTreeMap<(Arc<str>, &'static str), u64>>,
     workloads: Workloads,
     most_flows: usize,
 }
@@ -116,6 +125,7 @@ impl Totals {
             pair_ns: None,
             attached: None,
             traced: 0,
+            actions: None,
             workloads: Workloads::new(most_workloads),
             most_flows: most_workloads * FLOWS_PER_WORKLOAD,
         }
@@ -152,6 +162,18 @@ impl Totals {
     pub fn add_recoverable(&mut self, workload: &str, seconds: f64) {
         let workload = self.workloads.named(workload);
         *self.recoverable_s.entry(workload).or_default() += seconds;
+    }
+
+    /// Counts what was done to a process of `workload`.
+    pub fn add_action(&mut self, workload: &str, action: &'static str) {
+        let name = self.workloads.named(workload);
+        let actions = self.actions.get_or_insert_default();
+        let full = actions.len() >= MOST_ACTIONS;
+        let key = match full && !actions.contains_key(&(Arc::clone(&name), action)) {
+            false => (name, action),
+            true => (self.workloads.other(), action),
+        };
+        *actions.entry(key).or_default() += 1;
     }
 
     /// Takes over counters that the kernel keeps. Those of losses include guesses that may turn out too high.

@@ -1,0 +1,10 @@
+//! Attaching by itself: only with `--policy FILE`, and only to what that file names.
+//!
+//! `file` reads it, `steward` acts by it, one process at a time, and `verdict` judges what came of it.
+
+mod file;
+mod steward;
+mod verdict;
+
+pub use file::{Mode, Policy, PolicyError, Rollback, Rule};
+pub use steward::start;
