@@ -1,6 +1,7 @@
 //! `cmt serve` counts what the processes of a node copy, for as long as it runs, whatever their number; hands it to a
 //! Prometheus in each of its formats; and leaves nothing behind.
 
+mod otlp;
 mod policy;
 
 use std::collections::BTreeSet;

@@ -2,14 +2,18 @@
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 
+use crate::fleet::http_config::{self, Access};
 use crate::probes::rights::{self, Deed};
+use crate::serve::otlp::Push;
 use crate::serve::policy::{Mode, Policy};
 use crate::serve::totals::MOST_WORKLOADS;
 use crate::serve::web_config::WebConfig;
 use crate::serve::{self, Wishes};
+use crate::trace::duration;
 
 /// Trace all processes of this machine and serve what they copy as metrics
 #[derive(clap::Args)]
@@ -26,6 +30,15 @@ pub struct Args {
     /// Attach to what this file allows, and take back what does not help
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
+    /// Push the metrics to an OpenTelemetry collector too, by OTLP over HTTP (http://127.0.0.1:4318)
+    #[arg(long, value_name = "URL")]
+    otlp: Option<String>,
+    /// How often to push
+    #[arg(long, value_name = "TIME", default_value = "1m", value_parser = duration::parse, requires = "otlp")]
+    otlp_interval: Duration,
+    /// Credentials and certificates for that: a file as promtool takes it (--http.config.file)
+    #[arg(long, value_name = "FILE", requires = "otlp")]
+    otlp_http_config: Option<PathBuf>,
 }
 
 /// Serves until a signal ends it.
@@ -35,6 +48,8 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         None => WebConfig::default(),
     };
     let policy = args.policy.as_deref().map(policy).transpose()?;
+    let push = args.otlp.as_deref().map(|base| push(base, &args));
+    let push = push.transpose()?;
     let listener = TcpListener::bind(args.listen)
         .with_context(|| format!("cannot listen on {}; nothing was traced", args.listen))?;
     if !args.listen.ip().is_loopback() {
@@ -54,8 +69,17 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         web,
         most_workloads: args.max_workloads,
         policy,
+        push,
     };
     serve::run(listener, wishes)
+}
+
+fn push(base: &str, args: &Args) -> anyhow::Result<Push> {
+    let access = match &args.otlp_http_config {
+        Some(path) => http_config::read(path).context("nothing was traced")?,
+        None => Access::default(),
+    };
+    Push::new(base, args.otlp_interval, access)
 }
 
 /// Reads a policy, and refuses one that could not be carried out.

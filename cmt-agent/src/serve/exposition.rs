@@ -225,6 +225,22 @@ fn tracing(to: &mut DescriptorEncoder, totals: &Totals) -> Result<(), Error> {
         "Processes that map a CUDA library.",
         &(totals.traced as u64),
     )?;
+    if let Some(pushes) = totals.pushes {
+        counter(
+            to,
+            "cmt_otlp_pushes",
+            "Pushes to a collector that were tried.",
+            None,
+            &pushes.all,
+        )?;
+        counter(
+            to,
+            "cmt_otlp_failures",
+            "Pushes to a collector that failed.",
+            None,
+            &pushes.failed,
+        )?;
+    }
     to.encode_descriptor("cmt_build", "What runs here.", None, MetricType::Info)?
         .encode_info(&[("version", env!("CARGO_PKG_VERSION"))])
 }

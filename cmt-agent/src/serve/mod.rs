@@ -1,13 +1,14 @@
 //! `cmt serve`: what all processes of a node copy, as metrics that a Prometheus fetches. For weeks, in bounded memory.
 //!
 //! `node` traces, `ledger` adds what is new to `totals`; `exposition` names it, `buckets` shapes it, and `http` hands it out.
-//! `policy` attaches, where a file says so.
+//! Where that is asked for, `otlp` pushes the same to a collector, and `policy` attaches.
 
 pub mod buckets;
 mod exposition;
 mod http;
 mod ledger;
 mod node;
+pub mod otlp;
 mod password;
 pub mod policy;
 pub mod totals;
@@ -29,6 +30,7 @@ use tokio::task::spawn_blocking;
 
 use self::http::Pages;
 use self::node::Node;
+use self::otlp::Push;
 use self::password::Users;
 use self::policy::Policy;
 use self::totals::Totals;
@@ -59,6 +61,8 @@ pub struct Wishes {
     pub most_workloads: usize,
     /// What to attach to, if anything.
     pub policy: Option<Policy>,
+    /// Where to push, if anywhere.
+    pub push: Option<Push>,
 }
 
 /// Traces all processes and answers on `listener` until a signal ends it.
@@ -129,6 +133,9 @@ async fn serve(
             policy::start(policy, Arc::clone(&node), Arc::clone(&totals));
         }
         pages.ready.store(true, Ordering::Release);
+        if let Some(push) = wishes.push {
+            otlp::start(push, Arc::clone(&pages), Arc::clone(&totals));
+        }
         log::info!("probes are in place");
         count(&node, &totals, &pages, certificate.as_ref()).await
     };

@@ -85,6 +85,15 @@ pub struct Counts {
     pub wait_ns: u64,
 }
 
+/// Pushes to a collector.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Pushes {
+    /// Those that were tried.
+    pub all: u64,
+    /// Of those: failed.
+    pub failed: u64,
+}
+
 /// All counters of a node.
 #[derive(Debug)]
 pub struct Totals {
@@ -108,6 +117,8 @@ pub struct Totals {
     pub traced: usize,
     /// What was done by the policy, by workload and action; `None` without one.
     pub actions: Option<BTreeMap<(Arc<str>, &'static str), u64>>,
+    /// Pushes so far; `None` where there are to be none.
+    pub pushes: Option<Pushes>,
     workloads: Workloads,
     most_flows: usize,
 }
@@ -126,6 +137,7 @@ impl Totals {
             attached: None,
             traced: 0,
             actions: None,
+            pushes: None,
             workloads: Workloads::new(most_workloads),
             most_flows: most_workloads * FLOWS_PER_WORKLOAD,
         }

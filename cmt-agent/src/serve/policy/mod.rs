@@ -1,7 +1,10 @@
 //! Attaching by itself: only with `--policy FILE`, and only to what that file names.
 //!
-//! `file` reads it, `steward` acts by it, one process at a time, and `verdict` judges what came of it.
+//! `file` reads it, `steward` acts by it, one process at a time: each is a `case`, on which `verdict` judges, and `deeds` are what is
+//! done to it.
 
+mod case;
+mod deeds;
 mod file;
 mod steward;
 mod verdict;

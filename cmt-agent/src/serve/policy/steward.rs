@@ -8,20 +8,18 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
 use cmt_common::control::Plan;
 
+use super::case::{Case, Observation, State, Trial, Worth};
+use super::deeds::{attach, detach, staged_errors, standing};
 use super::file::{Mode, Policy, Rule};
 use super::verdict;
-use crate::cpus::Cpus;
-use crate::injector::{self, Standing};
-use crate::keeper;
+use crate::injector::Standing;
 use crate::link::Link;
 use crate::serve::Shared;
 use crate::serve::node::lock;
 use crate::serve::totals::Totals;
 use crate::serve::with;
-use crate::target::Target;
 use crate::trace::Snapshot;
 use crate::trace::gain::{Gain, Means};
 
@@ -66,53 +64,6 @@ enum Course {
     Proven,
     /// One of them was rolled back: no other follows.
     Stopped,
-}
-
-/// A process of a workload that a rule is for.
-struct Case {
-    started: u64,
-    workload: String,
-    rule: usize,
-    state: State,
-}
-
-enum State {
-    Observed(Box<Observation>),
-    Attached(Box<Trial>),
-    /// Nothing more will be done to it.
-    Left,
-}
-
-/// It is as it was.
-struct Observation {
-    /// What was counted until the beginning of this window.
-    since: Snapshot,
-    /// What the window before said.
-    worth: Option<Worth>,
-    /// It was told that others are tried first.
-    waits: bool,
-}
-
-/// Attaching would give enough back.
-struct Worth {
-    before: Snapshot,
-    gain: f64,
-}
-
-/// What came of an attach is yet to be seen, or to be seen again.
-struct Trial {
-    /// `None` where it was attached before anybody looked.
-    before: Option<Snapshot>,
-    plan: Plan,
-    /// What was counted until the beginning of this window.
-    since: Snapshot,
-    begun: Instant,
-    /// Staged copies that had failed by then.
-    failed: u64,
-    judged: bool,
-    inspected: Instant,
-    /// Why it is to be detached, where that did not work yet.
-    condemned: Option<String>,
 }
 
 /// A live process as the node sees it.
@@ -426,32 +377,6 @@ impl Steward {
     }
 }
 
-impl Case {
-    fn is_worth_it(&self) -> bool {
-        matches!(&self.state, State::Observed(observed) if observed.worth.is_some())
-    }
-
-    fn is_on_trial(&self) -> bool {
-        matches!(&self.state, State::Attached(trial) if !trial.judged)
-    }
-}
-
-impl Trial {
-    fn new(pid: u32, before: Option<Snapshot>, plan: Plan, since: Snapshot) -> Box<Self> {
-        Box::new(Self {
-            before,
-            plan,
-            since,
-            begun: Instant::now(),
-            // Attaching again goes on with the counters of before.
-            failed: staged_errors(pid),
-            judged: false,
-            inspected: Instant::now(),
-            condemned: None,
-        })
-    }
-}
-
 /// How many of so many processes come first: at least one.
 fn canaries(share: f64, processes: usize) -> usize {
     ((share * processes as f64).ceil() as usize).max(1)
@@ -459,45 +384,4 @@ fn canaries(share: f64, processes: usize) -> usize {
 
 fn estimate(gain: f64) -> String {
     format!("an estimated {gain:.2} s of every minute")
-}
-
-fn standing(pid: u32) -> anyhow::Result<Standing> {
-    Ok(injector::standing(&mut Target::look_at(pid)?)?)
-}
-
-/// 0 where it cannot be looked at.
-fn staged_errors(pid: u32) -> u64 {
-    let Ok(mut target) = Target::look_at(pid) else {
-        return 0;
-    };
-    injector::staged_errors(&mut target).unwrap_or(0)
-}
-
-/// Attaches by the estimate for this machine, as `cmt attach` does.
-fn attach(pid: u32, started: u64) -> anyhow::Result<Plan> {
-    let mut target = open(pid, started)?;
-    target.cuda()?;
-    injector::check_attachable(&mut target)?;
-    let threads = Cpus::of(pid)
-        .context("reading the target's CPU limits")?
-        .threads();
-    let plan = cmt_copy::plan::estimate(threads);
-    if plan == Plan::NONE {
-        bail!("it may use {threads} CPUs, and staging takes two; nothing was changed");
-    }
-    keeper::attach(&target, &plan, threads)?;
-    Ok(plan)
-}
-
-fn detach(pid: u32, started: u64) -> anyhow::Result<()> {
-    keeper::detach(&open(pid, started)?)?;
-    Ok(())
-}
-
-fn open(pid: u32, started: u64) -> anyhow::Result<Target> {
-    let target = Target::open(pid)?;
-    if target.started() != started {
-        bail!("process {pid} has ended, and another has its id");
-    }
-    Ok(target)
 }
