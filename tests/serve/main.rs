@@ -3,12 +3,13 @@
 
 mod otlp;
 mod policy;
+mod series;
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
-use std::sync::{PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread;
 use std::time::Duration;
 
@@ -23,6 +24,10 @@ static ALONE: RwLock<()> = RwLock::new(());
 
 fn shared() -> RwLockReadGuard<'static, ()> {
     ALONE.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn alone() -> RwLockWriteGuard<'static, ()> {
+    ALONE.write().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// It makes both libraries known before others start: those then are traced from their first call on.
@@ -218,7 +223,7 @@ fn the_end_takes_all_probes_away() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let mut victim = Victim::start("victim-drv", ["--bytes", "64K", "--pause-ms", "1"]);
     until("no other has probes", || !is_traced(&victim, LIBRARY));
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGKILL] {
@@ -385,7 +390,7 @@ fn what_cannot_work_is_an_error_before_anything_is_touched() {
     let Some(_turn) = require_packages(Rung::StandIn, &[("openssl", "openssl")]) else {
         return;
     };
-    let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let mut victim = Victim::start("victim-drv", ["--bytes", "64K", "--pause-ms", "1"]);
     until("no other has probes", || !is_traced(&victim, LIBRARY));
     let before = victim.footprint();
@@ -432,7 +437,7 @@ fn libraries_that_came_and_went_leave_no_descriptors() {
         return;
     };
     // Others would place probes, too.
-    let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let serve = Serve::start(&[], &[]);
     let crowd = |count: usize| {
         for _ in 0..count {

@@ -27,6 +27,12 @@ pub struct Args {
     /// Workloads that are told apart; what comes later counts as "other"
     #[arg(long, value_name = "N", default_value_t = MOST_WORKLOADS)]
     max_workloads: usize,
+    /// How long a workload's name stays after its last process, if another needs the room
+    #[arg(long, value_name = "TIME", default_value = "24h", value_parser = duration::parse)]
+    keep_workloads: Duration,
+    /// Count by process, too: the first 64 to copy, the others as "other"
+    #[arg(long)]
+    by_pid: bool,
     /// Attach to what this file allows, and take back what does not help
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
@@ -68,6 +74,8 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let wishes = Wishes {
         web,
         most_workloads: args.max_workloads,
+        names_kept: args.keep_workloads,
+        by_pid: args.by_pid,
         policy,
         push,
     };

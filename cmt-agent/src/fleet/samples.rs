@@ -11,6 +11,11 @@ use super::prometheus::{Labels, Series};
 
 const START_TIME: &str = "process_start_time_seconds";
 const NAME: &str = "__name__";
+const WORKLOAD: &str = "workload";
+/// What went by names that a node gave up counts under this one.
+const FORMER: &str = "former";
+/// Leaves that out.
+pub const NOT_FORMER: &str = "workload!=\"former\"";
 
 /// What all those nodes' series grew by.
 #[derive(Clone, Debug, Default)]
@@ -45,6 +50,10 @@ impl Growth {
                 .get(NAME)
                 .is_some_and(|name| name == START_TIME)
             {
+                continue;
+            }
+            // That grew by whole counters, whose growth is known from their own samples.
+            if series.labels.get(WORKLOAD).is_some_and(|of| of == FORMER) {
                 continue;
             }
             if !series.values.is_empty() {

@@ -4,6 +4,7 @@
 //! Where that is asked for, `otlp` pushes the same to a collector, and `policy` attaches.
 
 pub mod buckets;
+mod by_pid;
 mod exposition;
 mod http;
 mod ledger;
@@ -28,6 +29,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 
+use self::by_pid::ByPid;
 use self::http::Pages;
 use self::node::Node;
 use self::otlp::Push;
@@ -59,6 +61,10 @@ pub struct Wishes {
     pub web: WebConfig,
     /// Workloads that are told apart.
     pub most_workloads: usize,
+    /// How long each is after its last process.
+    pub names_kept: Duration,
+    /// Whether counts by process are wanted, too.
+    pub by_pid: bool,
     /// What to attach to, if anything.
     pub policy: Option<Policy>,
     /// Where to push, if anywhere.
@@ -73,7 +79,9 @@ pub fn run(listener: TcpListener, wishes: Wishes) -> anyhow::Result<()> {
         .enable_all()
         .build()
         .context("starting the runtime that answers")?;
-    let totals = Arc::new(Mutex::new(Totals::new(wishes.most_workloads)));
+    let mut totals = Totals::new(wishes.most_workloads, wishes.names_kept);
+    totals.by_pid = wishes.by_pid.then(ByPid::default);
+    let totals = Arc::new(Mutex::new(totals));
     let node: Shared = Arc::default();
     let result = runtime.block_on(serve(listener, wishes, totals, Arc::clone(&node)));
     runtime.shutdown_timeout(GRACE);

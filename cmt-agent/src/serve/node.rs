@@ -49,6 +49,9 @@ impl Node {
             .filter(|(_, process)| !process.ended && !process.libraries.is_empty())
             .collect();
         totals.traced = self.traced.len();
+        for (_, _, workload) in self.processes() {
+            totals.see(&workload);
+        }
         for warning in live.warnings.iter().skip(self.warned) {
             eprintln!("cmt: warning: {warning}");
         }
