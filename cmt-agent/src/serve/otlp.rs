@@ -327,12 +327,29 @@ mod tests {
             let mut filled =
                 (0..found.bucket_counts.len()).filter(|at| found.bucket_counts[*at] > 0);
             // The kernel's bucket went as a whole to the one that holds its middle.
-            let within = |at: usize| bound(at) / 1.1 < s && s <= bound(at + 1) * 1.1;
+            let within = |at: usize| bound(at) / 1.065 < s && s <= bound(at + 1) * 1.065;
             assert!(filled.any(within), "{s}: {found:?}");
         }
         // Empty ones at neither end.
         assert_ne!(found.bucket_counts.first(), Some(&0));
         assert_ne!(found.bucket_counts.last(), Some(&0));
+    }
+
+    #[test]
+    fn buckets_are_the_native_ones() {
+        let span = |offset, length| BucketSpan { offset, length };
+        let found = buckets(&Histogram {
+            positive_span: vec![span(0, 1), span(3, 2)],
+            positive_delta: vec![5, -2, 1],
+            ..Histogram::default()
+        });
+        // A second exactly, the upper bound of native bucket 0, is that of exponential bucket -1.
+        assert_eq!(
+            (found.offset, found.bucket_counts),
+            (-1, vec![5, 0, 0, 0, 3, 4])
+        );
+        let none = buckets(&Histogram::default());
+        assert_eq!(none, Buckets::default());
     }
 
     #[test]
