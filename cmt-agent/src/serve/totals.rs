@@ -192,15 +192,15 @@ impl Totals {
         *self.functions.entry(function).or_default() += grown.calls;
     }
 
-    /// Adds what attach would have given back to `workload`, of which copies were added before.
+    /// Adds what attach would have given back to `workload`.
     pub fn add_recoverable(&mut self, workload: &str, seconds: f64) {
-        let workload = self.workloads.known(workload);
+        let workload = self.workloads.named_if_room(workload, Instant::now());
         *self.recoverable_s.entry(workload).or_default() += seconds;
     }
 
-    /// Counts what was done to a process of `workload`, of which copies were added before.
+    /// Counts what was done to a process of `workload`.
     pub fn add_action(&mut self, workload: &str, action: &'static str) {
-        let name = self.workloads.known(workload);
+        let name = self.workloads.named_if_room(workload, Instant::now());
         let actions = self.actions.get_or_insert_default();
         let full = actions.len() >= MOST_ACTIONS;
         let key = match full && !actions.contains_key(&(Arc::clone(&name), action)) {

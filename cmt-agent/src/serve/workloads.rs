@@ -57,10 +57,15 @@ impl Workloads {
         (name, given_up)
     }
 
-    /// The name that `workload` counts under already.
-    pub fn known(&self, workload: &str) -> Arc<str> {
-        let found = self.named.get_key_value(workload);
-        found.map_or_else(|| self.other(), |(name, _)| Arc::clone(name))
+    /// The same without making room, for what does not say that a process lives.
+    pub fn named_if_room(&mut self, workload: &str, now: Instant) -> Arc<str> {
+        if let Some((name, _)) = self.named.get_key_value(workload) {
+            return Arc::clone(name);
+        }
+        match self.named.len() < self.most {
+            true => self.named(workload, now).0,
+            false => self.other(),
+        }
     }
 
     /// A process of `workload` lives at this time.
