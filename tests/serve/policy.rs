@@ -3,7 +3,7 @@
 use std::fs;
 use std::process::Command;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cmt_tests::{Named, Rung, Serve, Victim, cmt, cmt_command, detach, require, until};
 use serde_json::Value;
@@ -232,6 +232,38 @@ fn copies_that_begin_to_fail_are_taken_back() {
     let (_, said, _) = serving.end(libc::SIGTERM);
     assert!(said.contains("copies began to fail: "), "{said}");
     victim.stop();
+}
+
+#[test]
+fn an_end_in_the_middle_of_an_attach_harms_nobody() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let _shared = shared();
+    let named = Named::new("sv-mid", "victim-drv");
+    let policy = policy("attach", &[rule(&named, "")]);
+    for signal in [libc::SIGTERM, libc::SIGKILL] {
+        let victim = slow(&named);
+        let serving = serve(&policy);
+        // The payload is inside, and nothing is patched yet, or has just been.
+        let begun = Instant::now();
+        while !victim.has_thread("cmt-control") {
+            assert!(begun.elapsed() < Duration::from_secs(60), "no attach");
+            thread::sleep(Duration::from_millis(1));
+        }
+        let (status, said, took) = serving.end(signal);
+        if signal == libc::SIGTERM {
+            assert_eq!(status.code(), Some(0), "{said}");
+            assert!(took < Duration::from_secs(2), "{took:?}");
+        }
+        // What was begun is finished without it.
+        until("it is attached", || state(&victim) == "attached");
+        let serving = serve(&policy);
+        until_action(&serving, &named, "adopt", 1);
+        drop(serving);
+        detach(&victim);
+        assert_eq!(victim.stop()["mismatches"], 0);
+    }
 }
 
 #[test]
