@@ -28,7 +28,7 @@ fn rule(named: &Named, more: &str) -> String {
 
 fn serve(policy: &tempfile::NamedTempFile) -> Serve {
     let path = policy.path().to_str().expect("text");
-    Serve::start(&LINK, &["--policy", path])
+    Serve::start(&LINK, &["--by-pid", "--policy", path])
 }
 
 /// A victim whose pageable copies are so slow that attaching always pays.
@@ -49,9 +49,21 @@ fn actions(serve: &Serve, named: &Named, action: &str) -> u64 {
 
 #[track_caller]
 fn until_action(serve: &Serve, named: &Named, action: &str, times: u64) {
-    until(&format!("{times} times {action}"), || {
-        actions(serve, named, action) >= times
-    });
+    let begun = Instant::now();
+    while actions(serve, named, action) < times {
+        let all = || {
+            let samples = serve.scrape().0.into_iter();
+            let actions = samples.filter(|(series, _)| series.starts_with("cmt_policy_"));
+            actions.collect::<Vec<_>>()
+        };
+        let waited = begun.elapsed();
+        assert!(
+            waited.as_secs() < 60,
+            "no {times} {action} but {:#?}",
+            all()
+        );
+        thread::sleep(Duration::from_millis(50));
+    }
     assert_eq!(actions(serve, named, action), times, "{action}");
 }
 
@@ -63,13 +75,13 @@ fn state(victim: &Victim) -> Value {
     finished.parse()["processes"][0]["state"].clone()
 }
 
-/// Bytes by the time in the calls of a workload, in GB/s, from here on for a while.
-fn rate(serve: &Serve, named: &Named) -> f64 {
-    let label = format!("workload=\"{}\"", named.workload());
+/// Bytes by the time in the calls of a victim, in GB/s, from here on for a while.
+fn rate(serve: &Serve, victim: &Victim) -> f64 {
+    let pid = format!("pid=\"{}\"", victim.pid);
     let counted = || {
         let samples = serve.scrape();
-        let sum = |name: &str| samples.sum(name, &["memory=\"pageable\"", &label]);
-        (sum("cmt_copy_bytes_total"), sum("cmt_copy_seconds_total"))
+        let sum = |what: &str| samples.sum(&format!("cmt_process_copy_{what}_total"), &[&pid]);
+        (sum("bytes"), sum("seconds"))
     };
     let before = counted();
     thread::sleep(Duration::from_secs(2));
@@ -93,11 +105,11 @@ fn what_a_policy_names_is_attached_and_all_else_is_left_alone() {
     );
     let serving = serve(&policy);
     let (victim, mut other) = (slow(&yes), slow(&no));
-    let stock = rate(&serving, &yes);
+    let stock = rate(&serving, &victim);
     until_action(&serving, &yes, "attach", 1);
     assert_eq!(state(&victim), "attached");
     until_action(&serving, &yes, "keep", 1);
-    let staged = rate(&serving, &yes);
+    let staged = rate(&serving, &victim);
     assert!(staged > 2.0 * stock, "{stock} GB/s, then {staged}");
     assert!(other.is_alive());
     assert_eq!(state(&other), Value::Null, "not named, but attached");

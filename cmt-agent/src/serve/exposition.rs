@@ -66,9 +66,9 @@ impl Collector for Node {
                 None,
                 MetricType::Counter,
             )?;
-            for ((workload, action), times) in actions {
-                let labels = [("action", *action), ("workload", &**workload)];
-                count(&mut encoder, &labels, times)?;
+            for (workload, action, times) in actions.iter() {
+                let labels = [("action", action), ("workload", workload)];
+                count(&mut encoder, &labels, &times)?;
             }
         }
         tracing(&mut to, &totals)

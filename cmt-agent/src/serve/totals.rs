@@ -12,6 +12,7 @@ use cmt_common::histogram::size_class_bytes;
 
 use super::buckets::CLASSIC_SERIES;
 use super::by_pid::ByPid;
+use super::policy::{ACTIONS, Actions, MOST_ACTIONS};
 use super::workloads::{FORMER, Workloads};
 use crate::histogram::Stat;
 
@@ -30,11 +31,6 @@ const FLOW_SERIES: usize = 5;
 /// Everything that has no more than one series, the reasons of losses among them.
 const SINGLE_SERIES: usize = 32;
 
-/// Workloads by what was done to them by a policy.
-const MOST_ACTIONS: usize = 48;
-/// The same for all further workloads.
-const OVERFLOW_ACTIONS: usize = 10;
-
 /// Series of a node stay below, unless more workloads are asked for.
 const MOST_SERIES: usize = 2000;
 const _: () = assert!(
@@ -43,7 +39,7 @@ const _: () = assert!(
         + MOST_WORKLOADS
         + 2
         + MOST_ACTIONS
-        + OVERFLOW_ACTIONS
+        + ACTIONS
         + COPY_FNS.len()
         + 1
         + SINGLE_SERIES
@@ -137,7 +133,7 @@ pub struct Totals {
     /// Processes that map a CUDA library now.
     pub traced: usize,
     /// What was done by the policy, by workload and action; `None` without one.
-    pub actions: Option<BTreeMap<(Arc<str>, &'static str), u64>>,
+    pub actions: Option<Actions>,
     /// Pushes so far; `None` where there are to be none.
     pub pushes: Option<Pushes>,
     /// The same by process, where that is asked for.
@@ -198,18 +194,6 @@ impl Totals {
         *self.recoverable_s.entry(workload).or_default() += seconds;
     }
 
-    /// Counts what was done to a process of `workload`.
-    pub fn add_action(&mut self, workload: &str, action: &'static str) {
-        let name = self.workloads.named_if_room(workload, Instant::now());
-        let actions = self.actions.get_or_insert_default();
-        let full = actions.len() >= MOST_ACTIONS;
-        let key = match full && !actions.contains_key(&(Arc::clone(&name), action)) {
-            false => (name, action),
-            true => (self.workloads.other(), action),
-        };
-        *actions.entry(key).or_default() += 1;
-    }
-
     /// Takes over counters that the kernel keeps. Those of losses include guesses that may turn out too high.
     pub fn raise(&mut self, lost: &[u64; LOST_REASONS], probe_pairs: u64) {
         for (own, now) in self.lost.iter_mut().zip(lost) {
@@ -243,13 +227,6 @@ impl Totals {
         }
         if let Some(seconds) = self.recoverable_s.remove(name) {
             *self.recoverable_s.entry(Arc::clone(&former)).or_default() += seconds;
-        }
-        if let Some(actions) = &mut self.actions {
-            let of_name = |(workload, _): &(Arc<str>, &str), _: &mut u64| workload == name;
-            let moved: Vec<_> = actions.extract_if(.., of_name).collect();
-            for ((_, action), times) in moved {
-                *actions.entry((Arc::clone(&former), action)).or_default() += times;
-            }
         }
     }
 
@@ -370,7 +347,6 @@ mod tests {
     #[test]
     fn names_come_and_go_and_nothing_is_lost_or_grows_without_bound() {
         let mut totals = Totals::new(MOST_WORKLOADS, Duration::ZERO);
-        totals.actions = Some(BTreeMap::new());
         let mut largest = 0;
         for pod in 0..2000u32 {
             let workload = format!("pod/{pod}");
@@ -378,7 +354,6 @@ mod tests {
                 totals.add(&key(pod, direction, memory, 4096), &workload, &stat(4096));
             }
             totals.add_recoverable(&workload, 0.5);
-            totals.add_action(&workload, "attach");
             largest = largest.max(totals.flows.len());
             // The newest one always has a name.
             let flows = totals.flows.iter();
@@ -390,9 +365,6 @@ mod tests {
         assert!(largest <= MOST_WORKLOADS * FLOWS_PER_WORKLOAD + FLOWS);
         assert!(totals.recoverable_s.len() <= MOST_WORKLOADS + 2);
         assert_eq!(totals.recoverable_s.values().sum::<f64>(), 1000.0);
-        let actions = totals.actions.expect("some");
-        assert!(actions.len() <= MOST_ACTIONS + OVERFLOW_ACTIONS);
-        assert_eq!(actions.values().sum::<u64>(), 2000);
     }
 
     #[test]

@@ -359,12 +359,18 @@ impl Steward {
                 case.rule + 1,
                 self.policy.rules[case.rule].workload
             );
-            lock(&self.totals).add_action(&case.workload, "stop");
+            self.count(case, "stop");
         }
     }
 
     fn rule(&self, case: &Case) -> &Rule {
         &self.policy.rules[case.rule]
+    }
+
+    fn count(&self, case: &Case, action: &'static str) {
+        let mut totals = lock(&self.totals);
+        let actions = totals.actions.get_or_insert_default();
+        actions.add(&case.workload, action);
     }
 
     /// Logs and counts.
@@ -373,7 +379,7 @@ impl Steward {
             "cmt: policy: process {pid} ({}): {action}: {why}",
             case.workload
         );
-        lock(&self.totals).add_action(&case.workload, action);
+        self.count(case, action);
     }
 }
 
