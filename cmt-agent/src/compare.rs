@@ -149,6 +149,18 @@ impl Comparison {
         self.rows.iter().map(|(row, ..)| row)
     }
 
+    /// How much less time the staged copies of the first window would have taken at the rates of the second, in ns of their
+    /// threads. Classes that one window did not see count nothing.
+    pub fn saved_ns(&self) -> f64 {
+        let both = self.rows.iter().filter(|(row, ..)| row.staged);
+        let saved = both.filter_map(|(row, before, _)| {
+            row.gbps_before?;
+            let after = row.gbps_after.filter(|rate| *rate > 0.0)?;
+            Some(before.total_ns as f64 - before.bytes as f64 / after)
+        });
+        saved.sum()
+    }
+
     /// Table and histograms, at most 80 columns wide.
     pub fn text(&self) -> String {
         let mut out = self.table();

@@ -182,12 +182,17 @@ fn breaks(form: Form) {
         node.change(|state| state.copies = made_up(seed as u64, 400));
     }
     let range = Range::begin();
-    let truth: Vec<Vec<Copy>> = (10..17).map(|seed| made_up(seed, 300)).collect();
+    let truth: Vec<Vec<Copy>> = (10..19).map(|seed| made_up(seed, 300)).collect();
     steady.count(&truth[0]);
     restarts.count(&truth[1]);
     // Fewer than before, then more.
     restarts.change(|state| state.copies.clone_from(&truth[2]));
     restarts.count(&truth[3]);
+    // A name is given up, and taken again.
+    for (node, more) in [(&steady, &truth[7]), (&restarts, &truth[8])] {
+        node.change(give_up_a_name);
+        node.count(more);
+    }
     goes.count(&truth[4]);
     drop(goes);
     let start_time_s = unix_time();
@@ -220,6 +225,21 @@ fn breaks(form: Form) {
         (&5.into(), &4.into())
     );
     check(&report, &truth.concat(), 4.0);
+    let worst = report["worst_workloads"].as_array().expect("workloads");
+    let names = worst
+        .iter()
+        .map(|one| one["name"].as_str().expect("a name"));
+    let names: Vec<&str> = names.collect();
+    assert!(!names.is_empty() && !names.contains(&"former"), "{names:?}");
+}
+
+/// What a workload counted goes by another name from then on.
+fn give_up_a_name(state: &mut State) {
+    let of_name = state
+        .copies
+        .iter_mut()
+        .filter(|copy| copy.workload == "pod/a");
+    of_name.for_each(|copy| copy.workload = "former");
 }
 
 #[test]

@@ -1,51 +1,16 @@
 //! From a program's copy to the fleet's figures: victims, `cmt serve`, a Prometheus with and without native histograms, and
 //! `cmt fleet`.
 
-use std::io::{BufRead as _, BufReader};
-use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cmt_tests::{CLASSIC, Prometheus, Rung, Victim, cmt_command, require, require_packages};
+use cmt_tests::{CLASSIC, Prometheus, Rung, Serve, Victim, require, require_packages};
 use serde_json::Value;
 
 use super::Range;
 
 /// Victims have ended, a serve has counted them, and Prometheus has asked it, within this time.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// A `cmt serve`, killed when it is dropped.
-struct Serve {
-    child: Child,
-    address: String,
-}
-
-impl Serve {
-    fn start() -> Self {
-        let mut child = cmt_command(["serve", "--listen", "127.0.0.1:0"])
-            .stdin(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("start cmt");
-        let mut line = String::new();
-        BufReader::new(child.stderr.take().expect("piped"))
-            .read_line(&mut line)
-            .expect("read what cmt says");
-        let address = line
-            .trim()
-            .strip_prefix("listening on http://")
-            .unwrap_or_else(|| panic!("{line}"))
-            .to_owned();
-        Self { child, address }
-    }
-}
-
-impl Drop for Serve {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
 
 fn sum(rows: &Value, field: &str) -> u64 {
     let rows = rows.as_array().into_iter().flatten();
@@ -61,7 +26,7 @@ fn what_victims_copy_is_what_the_fleet_says() {
         return;
     };
     for (arguments, histograms) in [(&[CLASSIC][..], "classic"), (&[], "native")] {
-        let serve = Serve::start();
+        let serve = Serve::start(&[], &[]);
         let prometheus = Prometheus::start_with(std::slice::from_ref(&serve.address), arguments);
         // A node that Prometheus comes to know within the range counts from its first sample only.
         let started = Instant::now();

@@ -3,6 +3,7 @@
 
 mod attach;
 mod place;
+mod serve;
 mod trace;
 
 use std::process::Command;

@@ -1,22 +1,22 @@
 //! `cmt serve` counts what the processes of a node copy, for as long as it runs, whatever their number; hands it to a
 //! Prometheus in each of its formats; and leaves nothing behind.
 
-mod served;
+mod otlp;
+mod policy;
+mod series;
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
-use std::sync::{PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread;
 use std::time::Duration;
 
 use cmt_tests::{
-    Rung, Trace, Victim, attach, built, cmt, cmt_command, detach, require, require_packages,
+    Named, Rung, Samples, Serve, Trace, Victim, account_of, attach, built, cmt, cmt_command,
+    detach, require, require_packages, until,
 };
-use serde_json::Value;
-
-use served::{Named, Samples, Serve, until};
 
 const LIBRARY: &str = "libcuda.so.1";
 /// Every `cmt serve` puts breakpoints into all victims.
@@ -26,15 +26,8 @@ fn shared() -> RwLockReadGuard<'static, ()> {
     ALONE.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Calls, errors and bytes by a victim's own account.
-fn account_of(account: &Value) -> [u64; 3] {
-    let functions = account["functions"].as_object().expect("functions");
-    ["calls", "errors", "bytes"].map(|what| {
-        let counts = functions.values();
-        counts
-            .map(|counts| counts[what].as_u64().expect(what))
-            .sum()
-    })
+fn alone() -> RwLockWriteGuard<'static, ()> {
+    ALONE.write().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// It makes both libraries known before others start: those then are traced from their first call on.
@@ -230,7 +223,7 @@ fn the_end_takes_all_probes_away() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let mut victim = Victim::start("victim-drv", ["--bytes", "64K", "--pause-ms", "1"]);
     until("no other has probes", || !is_traced(&victim, LIBRARY));
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGKILL] {
@@ -397,7 +390,7 @@ fn what_cannot_work_is_an_error_before_anything_is_touched() {
     let Some(_turn) = require_packages(Rung::StandIn, &[("openssl", "openssl")]) else {
         return;
     };
-    let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let mut victim = Victim::start("victim-drv", ["--bytes", "64K", "--pause-ms", "1"]);
     until("no other has probes", || !is_traced(&victim, LIBRARY));
     let before = victim.footprint();
@@ -444,7 +437,7 @@ fn libraries_that_came_and_went_leave_no_descriptors() {
         return;
     };
     // Others would place probes, too.
-    let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let serve = Serve::start(&[], &[]);
     let crowd = |count: usize| {
         for _ in 0..count {

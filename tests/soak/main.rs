@@ -1,10 +1,11 @@
 //! The long runs: `cargo xtask test soak`. They are no part of the ladder, so each is marked as ignored.
 //!
-//! `CMT_SOAK_SEED` sets the seed of all that is random; it is printed. Figures come as rows of a table.
+//! `CMT_SOAK_SEED` sets the seed of all that is random; it is printed. `CMT_SOAK_MINUTES` sets how long `cmt serve` runs. Figures come as rows of a table.
 
 mod cycles;
 mod figures;
 mod kills;
+mod serve;
 
 use cmt_tests::{Rung, require};
 
@@ -38,4 +39,13 @@ fn five_hundred_cycles_under_a_malloc_storm() {
         return;
     };
     cycles::run();
+}
+
+#[test]
+#[ignore = "takes minutes; cargo xtask test soak runs it"]
+fn a_node_that_serves_while_processes_come_and_go() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    serve::run(seed());
 }

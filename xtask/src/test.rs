@@ -29,7 +29,7 @@ pub struct Args {
 
 #[derive(Clone, Copy, clap::ValueEnum)]
 enum Only {
-    /// The long runs: 500 kills, 500 cycles
+    /// The long runs: 500 kills, 500 cycles, and cmt serve for CMT_SOAK_MINUTES (3)
     Soak,
     /// The protocol between callers and helpers under Miri (a nightly toolchain with miri and rust-src)
     Miri,
@@ -102,7 +102,7 @@ fn run_ladder() -> Result<ExitCode> {
     })
 }
 
-/// Kills and cycles by the hundred. Their figures come as rows of a table, which is repeated at the end.
+/// Kills and cycles by the hundred, and `cmt serve` for minutes. Their figures come as rows of a table, which is repeated at the end.
 fn run_soak() -> Result<ExitCode> {
     let cmt = build_cmt()?;
     cmt_tests::built();

@@ -12,7 +12,7 @@ use super::nodes::{Broken, Nodes};
 use super::prometheus::{Error, Labels, Prometheus, Sample};
 use super::query::{Window, instances, select, values};
 use super::recorded::Recorded;
-use super::samples::Growth;
+use super::samples::{Growth, NOT_FORMER};
 use super::time;
 
 /// Series of one node, roughly, to guess how many samples an answer would have.
@@ -241,6 +241,7 @@ impl<'a> Change<'a> {
         let sum = format!("sum by ({labels}) ({selected})");
         let grown = match self.breaks {
             Breaks::AllExtrapolated => {
+                let selected = select(name, &[self.matchers, matcher, NOT_FORMER]);
                 format!("sum by ({labels}) (increase({selected}[{length}]))")
             }
             _ => format!("{sum} - (sum by ({labels}) ({selected} offset {length}) or 0 * {sum})"),
@@ -255,7 +256,12 @@ impl<'a> Change<'a> {
         if let Breaks::Extrapolated = self.breaks {
             let broken = select(
                 name,
-                &[self.matchers, matcher, &named("=~", &self.nodes.broken)],
+                &[
+                    self.matchers,
+                    matcher,
+                    NOT_FORMER,
+                    &named("=~", &self.nodes.broken),
+                ],
             );
             let query = format!("topk({most}, sum by ({labels}) (increase({broken}[{length}])))");
             for sample in self.prometheus.instant(&query, self.window.end_s)? {
@@ -312,7 +318,7 @@ impl<'a> Change<'a> {
         let labels = by.join(", ");
         let range = format!("[{}]", self.window.length());
         let increase = |matcher: &str| {
-            let selected = select(name, &[self.matchers, matcher]);
+            let selected = select(name, &[self.matchers, matcher, NOT_FORMER]);
             let query = format!("sum by ({labels}) (increase({selected}{range}){unless})");
             self.prometheus.instant(&query, self.window.end_s)
         };

@@ -307,10 +307,11 @@ fn worst(change: &Change<'_>, top: usize) -> Result<Ranking, Error> {
         Some(seconds) if seconds > 0.0 => ("recoverable", RECOVERABLE, ""),
         _ => ("pageable", "cmt_copy_seconds_total", "memory=\"pageable\""),
     };
-    // `other` is what a node had no room to tell apart: no workload that one could attach to.
+    // `other` is what a node had no room to tell apart, `former` what went by names that it gave up: no workload that one could
+    // attach to.
     let some = match matcher {
-        "" => "workload!=\"other\"".to_owned(),
-        _ => format!("{matcher},workload!=\"other\""),
+        "" => "workload!=\"other\",workload!=\"former\"".to_owned(),
+        _ => format!("{matcher},workload!=\"other\",workload!=\"former\""),
     };
     Ok(Ranking {
         recoverable,

@@ -11,6 +11,11 @@ use super::prometheus::{Labels, Series};
 
 const START_TIME: &str = "process_start_time_seconds";
 const NAME: &str = "__name__";
+const WORKLOAD: &str = "workload";
+/// What went by names that a node gave up counts under this one.
+const FORMER: &str = "former";
+/// Leaves that out.
+pub const NOT_FORMER: &str = "workload!=\"former\"";
 
 /// What all those nodes' series grew by.
 #[derive(Clone, Debug, Default)]
@@ -30,6 +35,17 @@ struct Node {
     restarts_s: Vec<f64>,
     /// Whether its counters were zero, or known, when the range began.
     known: bool,
+    /// When it was scraped.
+    scraped_s: Vec<f64>,
+}
+
+impl Node {
+    /// Then a series without a sample was away, and counts from zero since: the name of a workload that was given up and taken
+    /// again.
+    fn was_scraped_between(&self, earlier_s: f64, later_s: f64) -> bool {
+        let next = self.scraped_s.partition_point(|at| *at <= earlier_s);
+        self.scraped_s.get(next).is_some_and(|at| *at < later_s)
+    }
 }
 
 impl Growth {
@@ -45,6 +61,10 @@ impl Growth {
                 .get(NAME)
                 .is_some_and(|name| name == START_TIME)
             {
+                continue;
+            }
+            // That grew by whole counters, whose growth is known from their own samples.
+            if series.labels.get(WORKLOAD).is_some_and(|of| of == FORMER) {
                 continue;
             }
             if !series.values.is_empty() {
@@ -83,6 +103,7 @@ fn nodes(all: &[Series], start_s: f64) -> BTreeMap<(String, String), Node> {
         match series.labels.get(NAME).map(String::as_str) {
             Some(PRESENCE) => {
                 node.first_s = first_s;
+                node.scraped_s = series.values.iter().map(|(at, _)| *at).collect();
                 node.known |= first_s <= start_s;
                 let falls = series.values.windows(2).filter(|two| two[1].1 < two[0].1);
                 node.restarts_s.extend(falls.map(|two| two[1].0));
@@ -125,7 +146,7 @@ fn spans<'a, T>(
             .restarts_s
             .iter()
             .any(|restart| samples[at - 1].0 < *restart && *restart <= samples[at].0);
-        if restarted {
+        if restarted || node.was_scraped_between(samples[at - 1].0, samples[at].0) {
             spans.push((from, at - 1));
             from = None;
         }
@@ -160,6 +181,21 @@ mod tests {
         let copies = [(95.0, 10.0), (110.0, 13.0), (125.0, 20.0), (140.0, 22.0)];
         let all = vec![series(PRESENCE, &presence), series("copies", &copies)];
         assert_eq!(grown(all), 3.0 + 22.0);
+    }
+
+    #[test]
+    fn a_name_that_was_given_up_and_taken_again_begins_at_zero() {
+        let presence = [(95.0, 50.0), (110.0, 60.0), (125.0, 65.0), (140.0, 70.0)];
+        let copies = [(95.0, 10.0), (110.0, 13.0), (140.0, 15.0)];
+        let mut former = series("copies", &[(95.0, 7.0), (125.0, 20.0)]);
+        former.labels.insert(WORKLOAD.into(), FORMER.into());
+        let all = vec![
+            series(PRESENCE, &presence),
+            series("copies", &copies),
+            former,
+        ];
+        assert_eq!(Growth::of(all.clone(), 100.0).counters.len(), 2);
+        assert_eq!(grown(all), 3.0 + 15.0);
     }
 
     #[test]

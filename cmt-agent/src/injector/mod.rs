@@ -279,6 +279,30 @@ pub fn is_attached(target: &mut Target) -> bool {
             .is_some_and(|control| control.state.load(Ordering::Acquire) == state::ENABLED)
 }
 
+/// How it stands with a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// Nobody has ever attached to it.
+    Untouched,
+    /// It is attached to.
+    Attached,
+    /// It was attached to, and is no longer, or only halfway.
+    Left,
+}
+
+/// How it stands with a process that may only be looked at.
+pub fn standing(target: &mut Target) -> Result<Standing, InjectError> {
+    target.refresh_maps()?;
+    let Some(control) = find_control(target)? else {
+        return Ok(Standing::Untouched);
+    };
+    check_owner(target, &control)?;
+    Ok(match control.state.load(Ordering::Acquire) {
+        state::ENABLED => Standing::Attached,
+        _ => Standing::Left,
+    })
+}
+
 /// How many staged copies returned an error of the driver since the process was attached.
 pub fn staged_errors(target: &mut Target) -> Result<u64, InjectError> {
     target.refresh_maps()?;

@@ -15,12 +15,12 @@ use prometheus_client::metrics::exemplar::Exemplar;
 use prometheus_client::registry::{Registry, Unit};
 
 use super::buckets::{self, SCHEMA, ZERO_THRESHOLD, seconds};
+use super::by_pid::ByPid;
 use super::totals::{Class, Counts, Flow, Totals};
+use super::workloads::OTHER;
 use crate::histogram::Stat;
 
 const NO_EXEMPLAR: Option<&Exemplar<NoLabelSet, f64>> = None;
-/// The size class of copies whose own class found no room.
-const OTHER_SIZES: &str = "other";
 
 /// A registry that shows `totals` as they are when it is asked.
 pub fn registry(totals: Arc<Mutex<Totals>>) -> Registry {
@@ -56,6 +56,21 @@ impl Collector for Node {
         for (workload, gained) in &totals.recoverable_s {
             count(&mut recoverable, &[("workload", &**workload)], gained)?;
         }
+        if let Some(by_pid) = &totals.by_pid {
+            processes(&mut to, by_pid)?;
+        }
+        if let Some(actions) = &totals.actions {
+            let mut encoder = to.encode_descriptor(
+                "cmt_policy_actions",
+                "What was done by the policy.",
+                None,
+                MetricType::Counter,
+            )?;
+            for (workload, action, times) in actions.iter() {
+                let labels = [("action", action), ("workload", workload)];
+                count(&mut encoder, &labels, &times)?;
+            }
+        }
         tracing(&mut to, &totals)
     }
 }
@@ -76,7 +91,7 @@ fn durations(to: &mut DescriptorEncoder, totals: &Totals) -> Result<(), Error> {
 fn duration(to: &mut MetricEncoder, class: &Class, stat: &Stat) -> Result<(), Error> {
     let size = class
         .size_bytes
-        .map_or_else(|| OTHER_SIZES.to_owned(), |bytes| bytes.to_string());
+        .map_or_else(|| OTHER.to_owned(), |bytes| bytes.to_string());
     let labels = [
         ("direction", class.direction.name()),
         ("memory", class.memory),
@@ -172,6 +187,58 @@ fn labels(flow: &Flow) -> [(&str, &str); 3] {
     ]
 }
 
+fn processes(to: &mut DescriptorEncoder, by_pid: &ByPid) -> Result<(), Error> {
+    process(
+        to,
+        by_pid,
+        "cmt_process_copy_bytes",
+        "Bytes of successful copy calls, by process.",
+        None,
+        |counts| counts.bytes,
+    )?;
+    process(
+        to,
+        by_pid,
+        "cmt_process_copy_calls",
+        "Copy calls, failed ones included, by process.",
+        None,
+        |counts| counts.calls,
+    )?;
+    process(
+        to,
+        by_pid,
+        "cmt_process_copy_errors",
+        "Copy calls that returned an error, by process.",
+        None,
+        |counts| counts.errors,
+    )?;
+    process(
+        to,
+        by_pid,
+        "cmt_process_copy",
+        "Time in successful copy calls, by process.",
+        Some(&Unit::Seconds),
+        |counts| seconds(counts.total_ns),
+    )
+}
+
+fn process<V: EncodeCounterValue>(
+    to: &mut DescriptorEncoder,
+    by_pid: &ByPid,
+    name: &str,
+    help: &str,
+    unit: Option<&Unit>,
+    value: impl Fn(&Counts) -> V,
+) -> Result<(), Error> {
+    let mut encoder = to.encode_descriptor(name, help, unit, MetricType::Counter)?;
+    for (pid, row) in by_pid.rows() {
+        let labels = [("pid", &*pid.to_string()), ("workload", &row.workload)];
+        count(&mut encoder, &labels, &value(&row.counts))?;
+    }
+    let labels = [("pid", OTHER), ("workload", OTHER)];
+    count(&mut encoder, &labels, &value(&by_pid.other))
+}
+
 /// What tracing could not do, and what it costs.
 fn tracing(to: &mut DescriptorEncoder, totals: &Totals) -> Result<(), Error> {
     let mut lost = to.encode_descriptor(
@@ -213,6 +280,22 @@ fn tracing(to: &mut DescriptorEncoder, totals: &Totals) -> Result<(), Error> {
         "Processes that map a CUDA library.",
         &(totals.traced as u64),
     )?;
+    if let Some(pushes) = totals.pushes {
+        counter(
+            to,
+            "cmt_otlp_pushes",
+            "Pushes to a collector that were tried.",
+            None,
+            &pushes.all,
+        )?;
+        counter(
+            to,
+            "cmt_otlp_failures",
+            "Pushes to a collector that failed.",
+            None,
+            &pushes.failed,
+        )?;
+    }
     to.encode_descriptor("cmt_build", "What runs here.", None, MetricType::Info)?
         .encode_info(&[("version", env!("CARGO_PKG_VERSION"))])
 }

@@ -53,9 +53,13 @@ impl Ledger {
         totals: &mut Totals,
     ) {
         // A process that lives may have got the id of one that has ended.
-        for (key, stat) in ended {
-            let before = self.added.remove(&key);
-            self.add_row(totals, &key, &stat, before.as_ref(), processes);
+        for (key, stat) in &ended {
+            let before = self.added.remove(key);
+            self.add_row(totals, key, stat, before.as_ref(), processes);
+        }
+        if let Some(by_pid) = &mut totals.by_pid {
+            ended.keys().for_each(|key| by_pid.end(key.pid));
+            by_pid.sweep();
         }
         for (key, stat) in rows {
             let before = self.added.remove(&key);
@@ -63,6 +67,12 @@ impl Ledger {
             self.added.insert(key, stat);
         }
         self.interval.close_if_over(totals);
+    }
+
+    /// All that a process that lives has counted so far.
+    pub fn of_process(&self, pid: u32) -> BTreeMap<CopyKey, Stat> {
+        let rows = self.added.range(CopyKey::of_process(pid));
+        rows.map(|(key, stat)| (*key, stat.clone())).collect()
     }
 
     fn add_row(
@@ -158,7 +168,7 @@ mod tests {
     #[test]
     fn every_call_is_added_once() {
         let mut ledger = Ledger::new();
-        let mut totals = Totals::new(4);
+        let mut totals = Totals::new(4, Duration::MAX);
         let none = BTreeMap::new;
         let mut whole = 0;
         for (ended, live, grown) in [
@@ -186,7 +196,7 @@ mod tests {
     #[test]
     fn what_could_be_gained_is_added_before_it_takes_much_room() {
         let mut ledger = Ledger::new();
-        let mut totals = Totals::new(4);
+        let mut totals = Totals::new(4, Duration::MAX);
         for pid in 10..10 + 3 * MOST_ESTIMATED as u32 {
             let known = Process {
                 comm: "crowd".into(),

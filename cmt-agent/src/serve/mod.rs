@@ -1,13 +1,17 @@
 //! `cmt serve`: what all processes of a node copy, as metrics that a Prometheus fetches. For weeks, in bounded memory.
 //!
 //! `node` traces, `ledger` adds what is new to `totals`; `exposition` names it, `buckets` shapes it, and `http` hands it out.
+//! Where that is asked for, `otlp` pushes the same to a collector, and `policy` attaches.
 
 pub mod buckets;
+mod by_pid;
 mod exposition;
 mod http;
 mod ledger;
 mod node;
+pub mod otlp;
 mod password;
+pub mod policy;
 pub mod totals;
 pub mod web_config;
 pub mod workloads;
@@ -25,9 +29,12 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 
+use self::by_pid::ByPid;
 use self::http::Pages;
 use self::node::Node;
+use self::otlp::Push;
 use self::password::Users;
+use self::policy::Policy;
 use self::totals::Totals;
 use self::web_config::{Tls, WebConfig};
 
@@ -48,17 +55,35 @@ const READING: usize = 2;
 /// What is shared by those who answer and those who count.
 type Shared = Arc<Mutex<Option<Node>>>;
 
+/// What it is asked for.
+pub struct Wishes {
+    /// Encryption and passwords.
+    pub web: WebConfig,
+    /// Workloads that are told apart.
+    pub most_workloads: usize,
+    /// How long each is after its last process.
+    pub names_kept: Duration,
+    /// Whether counts by process are wanted, too.
+    pub by_pid: bool,
+    /// What to attach to, if anything.
+    pub policy: Option<Policy>,
+    /// Where to push, if anywhere.
+    pub push: Option<Push>,
+}
+
 /// Traces all processes and answers on `listener` until a signal ends it.
-pub fn run(listener: TcpListener, web: WebConfig, most_workloads: usize) -> anyhow::Result<()> {
+pub fn run(listener: TcpListener, wishes: Wishes) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(ANSWERING)
         .max_blocking_threads(READING)
         .enable_all()
         .build()
         .context("starting the runtime that answers")?;
-    let totals = Arc::new(Mutex::new(Totals::new(most_workloads)));
+    let mut totals = Totals::new(wishes.most_workloads, wishes.names_kept);
+    totals.by_pid = wishes.by_pid.then(ByPid::default);
+    let totals = Arc::new(Mutex::new(totals));
     let node: Shared = Arc::default();
-    let result = runtime.block_on(serve(listener, web, totals, Arc::clone(&node)));
+    let result = runtime.block_on(serve(listener, wishes, totals, Arc::clone(&node)));
     runtime.shutdown_timeout(GRACE);
     // Takes the probes away.
     drop(take(&node));
@@ -67,7 +92,7 @@ pub fn run(listener: TcpListener, web: WebConfig, most_workloads: usize) -> anyh
 
 async fn serve(
     listener: TcpListener,
-    web: WebConfig,
+    wishes: Wishes,
     totals: Arc<Mutex<Totals>>,
     node: Shared,
 ) -> anyhow::Result<()> {
@@ -85,8 +110,8 @@ async fn serve(
     listener
         .set_nonblocking(true)
         .context("preparing the listener")?;
-    let router = http::router(Arc::clone(&pages), Users::new(web.users)).into_make_service();
-    let certificate = match web.tls {
+    let router = http::router(Arc::clone(&pages), Users::new(wishes.web.users)).into_make_service();
+    let certificate = match wishes.web.tls {
         Some(files) => Some(Certificate::load(files).await?),
         None => None,
     };
@@ -112,7 +137,13 @@ async fn serve(
         let attached = node::attached(&started.traced());
         node::lock(&totals).attached = attached;
         put(&node, started);
+        if let Some(policy) = wishes.policy {
+            policy::start(policy, Arc::clone(&node), Arc::clone(&totals));
+        }
         pages.ready.store(true, Ordering::Release);
+        if let Some(push) = wishes.push {
+            otlp::start(push, Arc::clone(&pages), Arc::clone(&totals));
+        }
         log::info!("probes are in place");
         count(&node, &totals, &pages, certificate.as_ref()).await
     };

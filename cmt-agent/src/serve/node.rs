@@ -1,11 +1,13 @@
 //! The trace of a node that runs for weeks: moves what the kernel counted into the totals, again and again.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::ledger::Ledger;
 use super::totals::Totals;
+use super::workloads;
 use crate::commands::status;
-use crate::trace::{Drained, Targets, TraceError, Tracer};
+use crate::trace::{Drained, Process, Snapshot, Targets, TraceError, Tracer};
 
 /// A running trace of all processes. Dropping it takes the probes away.
 pub struct Node {
@@ -13,7 +15,7 @@ pub struct Node {
     totals: Arc<Mutex<Totals>>,
     ledger: Ledger,
     /// Live processes that map a CUDA library.
-    traced: Vec<u32>,
+    traced: BTreeMap<u32, Process>,
     warned: usize,
 }
 
@@ -26,7 +28,7 @@ impl Node {
             tracer,
             totals,
             ledger: Ledger::new(),
-            traced: Vec::new(),
+            traced: BTreeMap::new(),
             warned: 0,
         };
         node.turn()?;
@@ -43,11 +45,13 @@ impl Node {
             .add(ended, live.rows, &live.processes, &mut totals);
         self.traced = live
             .processes
-            .iter()
+            .into_iter()
             .filter(|(_, process)| !process.ended && !process.libraries.is_empty())
-            .map(|(pid, _)| *pid)
             .collect();
         totals.traced = self.traced.len();
+        for (_, _, workload) in self.processes() {
+            totals.see(&workload);
+        }
         for warning in live.warnings.iter().skip(self.warned) {
             eprintln!("cmt: warning: {warning}");
         }
@@ -57,7 +61,21 @@ impl Node {
 
     /// The processes that may be attached.
     pub fn traced(&self) -> Vec<u32> {
-        self.traced.clone()
+        self.traced.keys().copied().collect()
+    }
+
+    /// The processes that may be attached, each with the name of its workload.
+    pub fn processes(&self) -> impl Iterator<Item = (u32, &Process, String)> {
+        let named = self.traced.iter();
+        named.map(|(pid, process)| (*pid, process, workloads::of(*pid, process)))
+    }
+
+    /// All that a process has counted, as of the last turn.
+    pub fn counted(&self, pid: u32) -> Snapshot {
+        Snapshot {
+            rows: self.ledger.of_process(pid),
+            ..Snapshot::empty()
+        }
     }
 }
 

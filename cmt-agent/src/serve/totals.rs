@@ -1,22 +1,25 @@
 //! What a node has counted in all, folded so that its size does not depend on how many processes there were.
 //!
-//! Everything here only grows. Knows nothing of processes that live and end (that is `node`) nor of formats.
+//! Everything here only grows; only what goes by a name of a workload may go by another at once. Knows nothing of processes that live and end (that is `node`) nor of formats.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use cmt_common::api::{COPY_FNS, Direction, MemoryKind};
 use cmt_common::event::{CopyKey, LOST_REASONS};
 use cmt_common::histogram::size_class_bytes;
 
 use super::buckets::CLASSIC_SERIES;
-use super::workloads::Workloads;
+use super::by_pid::ByPid;
+use super::policy::{ACTIONS, Actions, MOST_ACTIONS};
+use super::workloads::{FORMER, Workloads};
 use crate::histogram::Stat;
 
 /// Workloads that have a name unless another number is asked for.
 pub const MOST_WORKLOADS: usize = 32;
 /// Histograms with a size class of their own. HtoD and DtoH by pageable and pinned memory and all sizes are 44, DtoD 11.
-const MOST_CLASSES: usize = 60;
+const MOST_CLASSES: usize = 57;
 /// Histograms for what is beyond, one a direction.
 const OVERFLOW_CLASSES: usize = 5;
 /// Directions and memory kinds that a workload uses, on average.
@@ -34,7 +37,9 @@ const _: () = assert!(
     (MOST_CLASSES + OVERFLOW_CLASSES) * CLASSIC_SERIES
         + (MOST_WORKLOADS * FLOWS_PER_WORKLOAD + FLOWS) * FLOW_SERIES
         + MOST_WORKLOADS
-        + 1
+        + 2
+        + MOST_ACTIONS
+        + ACTIONS
         + COPY_FNS.len()
         + 1
         + SINGLE_SERIES
@@ -78,6 +83,34 @@ pub struct Counts {
     pub wait_ns: u64,
 }
 
+impl Counts {
+    /// Adds what copies have counted since they were last added.
+    pub fn add(&mut self, grown: &Stat) {
+        self.calls += grown.calls;
+        self.errors += grown.errors;
+        self.bytes = self.bytes.saturating_add(grown.bytes);
+        self.total_ns += grown.total_ns;
+        self.wait_ns += grown.wait_ns;
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.calls += other.calls;
+        self.errors += other.errors;
+        self.bytes = self.bytes.saturating_add(other.bytes);
+        self.total_ns += other.total_ns;
+        self.wait_ns += other.wait_ns;
+    }
+}
+
+/// Pushes to a collector.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Pushes {
+    /// Those that were tried.
+    pub all: u64,
+    /// Of those: failed.
+    pub failed: u64,
+}
+
 /// All counters of a node.
 #[derive(Debug)]
 pub struct Totals {
@@ -99,13 +132,19 @@ pub struct Totals {
     pub attached: Option<usize>,
     /// Processes that map a CUDA library now.
     pub traced: usize,
+    /// What was done by the policy, by workload and action; `None` without one.
+    pub actions: Option<Actions>,
+    /// Pushes so far; `None` where there are to be none.
+    pub pushes: Option<Pushes>,
+    /// The same by process, where that is asked for.
+    pub by_pid: Option<ByPid>,
     workloads: Workloads,
     most_flows: usize,
 }
 
 impl Totals {
-    /// Nothing yet; at most so many workloads will be told apart.
-    pub fn new(most_workloads: usize) -> Self {
+    /// Nothing yet; at most so many workloads will be told apart at once, each for so long after its last process.
+    pub fn new(most_workloads: usize, names_kept: Duration) -> Self {
         Self {
             classes: BTreeMap::new(),
             flows: BTreeMap::new(),
@@ -116,7 +155,10 @@ impl Totals {
             pair_ns: None,
             attached: None,
             traced: 0,
-            workloads: Workloads::new(most_workloads),
+            actions: None,
+            pushes: None,
+            by_pid: None,
+            workloads: Workloads::new(most_workloads, names_kept),
             most_flows: most_workloads * FLOWS_PER_WORKLOAD,
         }
     }
@@ -132,16 +174,14 @@ impl Totals {
         };
         self.class(class).merge(grown);
         let flow = Flow {
-            workload: self.workloads.named(workload),
+            workload: self.name(workload),
             direction,
             memory,
         };
-        let counts = self.flow(flow);
-        counts.calls += grown.calls;
-        counts.errors += grown.errors;
-        counts.bytes = counts.bytes.saturating_add(grown.bytes);
-        counts.total_ns += grown.total_ns;
-        counts.wait_ns += grown.wait_ns;
+        self.flow(flow).add(grown);
+        if let Some(by_pid) = &mut self.by_pid {
+            by_pid.add(key.pid, workload, grown);
+        }
         let function = COPY_FNS
             .get(usize::from(key.function))
             .map_or("unknown", |function| function.name);
@@ -150,7 +190,7 @@ impl Totals {
 
     /// Adds what attach would have given back to `workload`.
     pub fn add_recoverable(&mut self, workload: &str, seconds: f64) {
-        let workload = self.workloads.named(workload);
+        let workload = self.workloads.named_if_room(workload, Instant::now());
         *self.recoverable_s.entry(workload).or_default() += seconds;
     }
 
@@ -160,6 +200,34 @@ impl Totals {
             *own = (*own).max(*now);
         }
         self.probe_pairs = self.probe_pairs.max(probe_pairs);
+    }
+
+    /// A process of `workload` lives.
+    pub fn see(&mut self, workload: &str) {
+        self.workloads.see(workload, Instant::now());
+    }
+
+    fn name(&mut self, workload: &str) -> Arc<str> {
+        let (name, given_up) = self.workloads.named(workload, Instant::now());
+        if let Some(given_up) = given_up {
+            self.fold(&given_up);
+        }
+        name
+    }
+
+    /// Moves all that counts under a name to that of former workloads. The number of flows does not grow by it.
+    fn fold(&mut self, name: &Arc<str>) {
+        let former: Arc<str> = FORMER.into();
+        let of_name = |flow: &Flow, _: &mut Counts| flow.workload == *name;
+        let moved: Vec<_> = self.flows.extract_if(.., of_name).collect();
+        for (flow, counts) in moved {
+            let workload = Arc::clone(&former);
+            let sum = self.flows.entry(Flow { workload, ..flow }).or_default();
+            sum.merge(&counts);
+        }
+        if let Some(seconds) = self.recoverable_s.remove(name) {
+            *self.recoverable_s.entry(Arc::clone(&former)).or_default() += seconds;
+        }
     }
 
     fn class(&mut self, class: Class) -> &mut Stat {
@@ -249,7 +317,7 @@ mod tests {
 
     #[test]
     fn whatever_is_copied_by_whomever_series_are_bounded_and_sums_are_right() {
-        let mut totals = Totals::new(MOST_WORKLOADS);
+        let mut totals = Totals::new(MOST_WORKLOADS, Duration::MAX);
         let (mut calls, mut bytes) = (0, 0);
         for pid in 0..10_000 {
             let size = 1u64 << (pid % 33);
@@ -277,8 +345,31 @@ mod tests {
     }
 
     #[test]
+    fn names_come_and_go_and_nothing_is_lost_or_grows_without_bound() {
+        let mut totals = Totals::new(MOST_WORKLOADS, Duration::ZERO);
+        let mut largest = 0;
+        for pod in 0..2000u32 {
+            let workload = format!("pod/{pod}");
+            for (direction, memory) in [(1, 0), (2, 0), (2, 1)] {
+                totals.add(&key(pod, direction, memory, 4096), &workload, &stat(4096));
+            }
+            totals.add_recoverable(&workload, 0.5);
+            largest = largest.max(totals.flows.len());
+            // The newest one always has a name.
+            let flows = totals.flows.iter();
+            let own = flows.filter(|(flow, _)| *flow.workload == *workload);
+            assert_eq!(own.map(|(_, counts)| counts.calls).sum::<u64>(), 3);
+            let calls: u64 = totals.flows.values().map(|counts| counts.calls).sum();
+            assert_eq!(calls, 3 * u64::from(pod + 1));
+        }
+        assert!(largest <= MOST_WORKLOADS * FLOWS_PER_WORKLOAD + FLOWS);
+        assert!(totals.recoverable_s.len() <= MOST_WORKLOADS + 2);
+        assert_eq!(totals.recoverable_s.values().sum::<f64>(), 1000.0);
+    }
+
+    #[test]
     fn absurd_sizes_are_no_overflow() {
-        let mut totals = Totals::new(1);
+        let mut totals = Totals::new(1, Duration::MAX);
         for bytes in [u64::MAX, 1, u64::MAX] {
             totals.add(&key(1, 1, 0, bytes), "comm/liar", &stat(bytes));
         }
@@ -288,7 +379,7 @@ mod tests {
 
     #[test]
     fn losses_that_turn_out_smaller_do_not_shrink() {
-        let mut totals = Totals::new(1);
+        let mut totals = Totals::new(1, Duration::MAX);
         totals.raise(&[1, 2, 70, 0, 0], 10);
         totals.raise(&[1, 3, 0, 0, 0], 11);
         assert_eq!((totals.lost, totals.probe_pairs), ([1, 3, 70, 0, 0], 11));

@@ -13,6 +13,8 @@ use crate::workload::Workload;
 pub struct Process {
     /// Its name, at most 15 bytes.
     pub comm: String,
+    /// When it started, in clock ticks: tells it from a later one with the same id.
+    pub started: u64,
     /// True once it has ended.
     pub ended: bool,
     /// True where it was asked for by id.

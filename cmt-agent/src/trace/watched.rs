@@ -72,6 +72,7 @@ impl Watched {
         libraries.sort();
         Process {
             comm: self.comm.clone(),
+            started: self.start_time,
             ended: self.ended,
             named,
             libraries,

@@ -9,16 +9,18 @@ use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cmt_tests::{Victim, built, cmt_command};
+use crate::{Victim, built, cmt_command};
 use prometheus_client::encoding::prometheus_protobuf::prometheus_data_model::MetricFamily;
 use prost::Message as _;
+use serde_json::Value;
 
 /// Probes are placed, and what a victim did is counted, within this time.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 const PROTOBUF: &str =
     "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited";
 
 /// A `cmt serve` that is ready; killed if it is dropped before it ends.
+#[derive(Debug)]
 pub struct Serve {
     child: Child,
     stderr: BufReader<ChildStderr>,
@@ -27,25 +29,33 @@ pub struct Serve {
 }
 
 impl Serve {
+    /// Starts one on a port of its own, and waits until it is ready.
     #[track_caller]
     pub fn start(env: &[(&str, &str)], args: &[&str]) -> Self {
-        let mut serve = Self::start_unready(env, args);
-        let address = serve
-            .address
-            .strip_prefix("http://")
-            .expect("plain")
-            .to_owned();
-        serve.address = address;
-        until("it is ready", || serve.get("/readyz", "").0 == 200);
-        serve
+        Self::start_unready(env, args).ready()
     }
 
+    /// Waits until it is ready.
+    #[track_caller]
+    pub fn ready(mut self) -> Self {
+        let address = self.address.strip_prefix("http://").expect("plain");
+        self.address = address.to_owned();
+        until("it is ready", || self.get("/readyz", "").0 == 200);
+        self
+    }
+
+    /// The same, without waiting; the address begins with the scheme.
     #[track_caller]
     pub fn start_unready(env: &[(&str, &str)], args: &[&str]) -> Self {
         let mut command = cmt_command(["serve", "--listen", "127.0.0.1:0"]);
+        command.args(args).envs(env.iter().copied());
+        Self::spawn(command)
+    }
+
+    /// The same by a command line of the caller's.
+    #[track_caller]
+    pub fn spawn(mut command: Command) -> Self {
         let mut child = command
-            .args(args)
-            .envs(env.iter().copied())
             .stdin(Stdio::null())
             .stderr(Stdio::piped())
             .spawn()
@@ -60,6 +70,11 @@ impl Serve {
             stderr,
             address,
         }
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     /// Status, header and body.
@@ -80,10 +95,12 @@ impl Serve {
         (status.parse().expect("a number"), header, body)
     }
 
+    /// The same by GET.
     pub fn get(&self, path: &str, accept: &str) -> (u16, String, Vec<u8>) {
         self.ask("GET", path, accept)
     }
 
+    /// What a Prometheus reads as text.
     #[track_caller]
     pub fn scrape(&self) -> Samples {
         let (status, header, body) = self.get("/metrics", "text/plain");
@@ -91,6 +108,7 @@ impl Serve {
         Samples::of(&String::from_utf8(body).expect("text"))
     }
 
+    /// What a Prometheus reads as protobuf.
     #[track_caller]
     pub fn scrape_protobuf(&self) -> Vec<MetricFamily> {
         let (status, header, body) = self.get("/metrics", PROTOBUF);
@@ -135,9 +153,11 @@ impl Drop for Serve {
 }
 
 /// The lines of a scrape: name and labels, and the value.
+#[derive(Debug)]
 pub struct Samples(pub BTreeMap<String, f64>);
 
 impl Samples {
+    /// Those of a page of text.
     pub fn of(page: &str) -> Self {
         let lines = page.lines().filter(|line| !line.starts_with('#'));
         let samples = lines.map(|line| {
@@ -169,12 +189,14 @@ impl Samples {
 }
 
 /// A victim under a name that no other has.
+#[derive(Debug)]
 pub struct Named {
     folder: tempfile::TempDir,
     name: String,
 }
 
 impl Named {
+    /// A name for a victim, until this is dropped.
     pub fn new(name: &str, victim: &str) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let name = format!("{name}-{}", std::process::id());
@@ -182,20 +204,29 @@ impl Named {
         Self { folder, name }
     }
 
+    /// Starts the victim under its name, and waits until it copies.
+    #[track_caller]
     pub fn start(&self, args: &[&str]) -> Victim {
+        Victim::spawn(self.command(args))
+    }
+
+    /// The command line for that, for tests that change how it is started.
+    pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(self.folder.path().join(&self.name));
         command
             .args(args)
             .env("LD_LIBRARY_PATH", &built().folder)
             .env_remove("RUST_LOG");
-        Victim::spawn(command)
+        command
     }
 
+    /// The name that its copies are counted under.
     pub fn workload(&self) -> String {
         format!("comm/{}", self.name)
     }
 }
 
+/// Waits for something that takes some seconds at most.
 #[track_caller]
 pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let begun = Instant::now();
@@ -203,4 +234,16 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
         assert!(begun.elapsed() < PATIENCE, "never: {what}");
         thread::sleep(Duration::from_millis(50));
     }
+}
+
+/// Calls, errors and bytes by a victim's own account.
+#[track_caller]
+pub fn account_of(account: &Value) -> [u64; 3] {
+    let functions = account["functions"].as_object().expect("functions");
+    ["calls", "errors", "bytes"].map(|what| {
+        let counts = functions.values();
+        counts
+            .map(|counts| counts[what].as_u64().expect(what))
+            .sum()
+    })
 }
