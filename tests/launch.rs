@@ -437,6 +437,22 @@ fn a_tuned_process_is_shown_detached_and_attached_like_any_other() {
     assert_eq!(started.stop()["mismatches"], 0);
 }
 
+#[test]
+fn a_process_that_is_about_to_begin_is_not_attached_to_as_well() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let script = "import ctypes, os, time\ncuda = ctypes.CDLL('libcuda.so.1')\nprint('ready', os.getpid(), flush=True)\n\
+                  time.sleep(30)";
+    let started = Tune::python(script).start();
+    let refused = cmt(["attach", &started.pid, "--before", "0s", "--after", "0s"]);
+    assert!(
+        refused.refusal().contains("started by `cmt tune`"),
+        "{refused:#?}"
+    );
+    started.signal(started.child.id(), libc::SIGTERM);
+}
+
 fn threads(pid: &str) -> Vec<String> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("its threads");
     tasks

@@ -5,6 +5,7 @@ mod attach;
 mod place;
 mod serve;
 mod trace;
+mod tune;
 
 use std::process::Command;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};

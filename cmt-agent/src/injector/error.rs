@@ -27,6 +27,15 @@ pub enum InjectError {
         /// Which.
         pid: u32,
     },
+    /// Its libcuda is, or was to be, patched from within.
+    #[error(
+        "process {pid} was started by `cmt tune` and stages nothing yet: it begins with its first copy, or `cmt tune` has ended \
+         before that; nothing was changed, start it without `cmt tune` to attach to it"
+    )]
+    Launched {
+        /// Which.
+        pid: u32,
+    },
     /// Never patched.
     #[error("process {pid} is not attached; nothing to detach")]
     NotAttached {

@@ -123,6 +123,9 @@ pub fn check_attachable(target: &mut Target) -> Result<(), InjectError> {
         return check_allowed(target.pid, "attached to", to_load);
     }
     let Some(control) = find_control(target)? else {
+        if target.was_launched() {
+            return Err(InjectError::Launched { pid: target.pid });
+        }
         return check_allowed(target.pid, "attached to", to_load);
     };
     check_owner(target, &control)?;

@@ -289,13 +289,22 @@ impl Target {
 
     /// True if `address` lies in an executable mapping of the payload.
     pub fn is_payload_code(&self, address: u64) -> bool {
-        let preloaded = |map: &&Mapping| {
+        self.memfd_maps(PAYLOAD_NAME)
+            .chain(self.preloaded_maps())
+            .any(|map| map.executable && map.contains(address))
+    }
+
+    /// Whether `cmt tune` has started it, or a process that has become it.
+    pub fn was_launched(&self) -> bool {
+        self.preloaded_maps().next().is_some()
+    }
+
+    /// The payload as a file of its own.
+    fn preloaded_maps(&self) -> impl Iterator<Item = &Mapping> {
+        self.maps.iter().filter(|map| {
             let name = map.file_name();
             name.is_some_and(|name| name.starts_with(PAYLOAD_NAME) && name.ends_with(".so"))
-        };
-        self.memfd_maps(PAYLOAD_NAME)
-            .chain(self.maps.iter().filter(preloaded))
-            .any(|map| map.executable && map.contains(address))
+        })
     }
 
     fn memfd_maps(&self, name: &str) -> impl Iterator<Item = &Mapping> {
