@@ -83,6 +83,18 @@ pub struct Measured {
     pub classes: Vec<Class>,
 }
 
+impl Measured {
+    /// Of a size class; those above the largest that was measured are taken to be like that.
+    fn of(&self, dtoh: bool, class: usize) -> Option<&Class> {
+        let same_way = self.classes.iter().filter(|it| it.dtoh == dtoh);
+        let largest = same_way.clone().max_by_key(|it| it.bytes);
+        same_way
+            .clone()
+            .find(|it| size_class(it.bytes) == class)
+            .or_else(|| largest.filter(|it| size_class(it.bytes) < class))
+    }
+}
+
 /// Of one size class.
 #[derive(Clone, Debug)]
 pub struct Class {
@@ -137,9 +149,7 @@ impl Gain {
             in_run = class.compared_bytes.saturating_add(in_run);
             let rest = class.bytes.saturating_sub(class.compared_bytes);
             let known = measured
-                .classes
-                .iter()
-                .find(|it| (it.dtoh, size_class(it.bytes)) == (class.dtoh, class.class))
+                .of(class.dtoh, class.class)
                 .filter(|it| rest > 0 && it.stock_gbps > 0.0 && it.tuned_gbps > 0.0);
             if let Some(known) = known {
                 by_profile = rest.saturating_add(by_profile);
@@ -282,6 +292,25 @@ mod tests {
         copied.add(&block.counters);
         copied.add(&block.counters);
         Gain::of(&copied, &Measured::default()).to_string();
+    }
+
+    #[test]
+    fn larger_copies_than_were_measured_count_as_the_largest_and_smaller_ones_do_not() {
+        let class = |bytes, stock_gbps| Class {
+            dtoh: true,
+            bytes,
+            stock_gbps,
+            tuned_gbps: 40.0,
+        };
+        let measured = Measured {
+            classes: vec![class(1 << 24, 20.0), class(1 << 25, 10.0)],
+        };
+        let rate = |class| measured.of(true, class).map(|it| it.stock_gbps);
+        assert_eq!(
+            [23, 24, 25, 26, 40].map(rate),
+            [None, Some(20.0), Some(10.0), Some(10.0), Some(10.0)]
+        );
+        assert!(measured.of(false, 25).is_none());
     }
 
     #[test]
