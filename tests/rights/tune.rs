@@ -44,37 +44,24 @@ fn a_program_is_started_without_any_rights() {
     let place = Place::new();
     let victim = place.path("victim-drv").display().to_string();
     let kept = place.path("home/run.json").display().to_string();
-    // Where it cannot be measured the estimate does, and that is said.
-    for (search, lines) in [("instant", 1), ("fast", 2)] {
-        let mut args = vec!["--search", search, "--json", &kept, "--", &victim];
+    for search in ["instant", "fast"] {
+        let mut args = vec![
+            "--search", search, "--quiet", "--json", &kept, "--", &victim,
+        ];
         args.extend(COMMAND);
         let (finished, run) = tune(&place, &[], &args);
-        assert_eq!(finished.code, Some(0), "{finished:#?}");
-        let run = run.expect("kept");
-        let staged = [0, 1].map(|way| run["staged"][way]["calls"].as_u64().expect("calls"));
-        assert!(!staged.contains(&0), "{run:#}");
-        assert_eq!(finished.stderr.lines().count(), lines, "{finished:#?}");
         assert_eq!(
-            lines == 2,
-            finished.stderr.contains("CAP_CHECKPOINT_RESTORE missing")
+            (finished.code, &*finished.stderr),
+            (Some(0), ""),
+            "{finished:#?}"
         );
+        // What a search finds to be worth staging depends on what else the machine does.
+        assert_eq!(run.expect("kept")["processes"], 1, "{search}");
     }
-}
-
-#[test]
-fn a_search_takes_what_attaching_to_a_process_of_ones_own_takes() {
-    let Some(_turn) = require(Rung::StandIn) else {
-        return;
-    };
-    let _others = with_others();
-    let place = Place::new();
-    let (refused, _) = tune(&place, &[], &["--quiet"]);
-    let sentence = refused.refusal();
+    // Measured once, and kept.
+    let (again, _) = tune(&place, &[], &[]);
     assert!(
-        sentence.contains("CAP_CHECKPOINT_RESTORE missing"),
-        "{sentence}"
+        again.stdout.contains("measured by --search fast"),
+        "{again:#?}"
     );
-    let (found, _) = tune(&place, &["checkpoint_restore"], &["--quiet"]);
-    assert_eq!(found.code, Some(0), "{found:#?}");
-    assert!(found.stdout.contains("measured"), "{found:#?}");
 }

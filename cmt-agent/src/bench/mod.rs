@@ -100,7 +100,7 @@ type Pass = BTreeMap<Key, Batch>;
 /// # Errors
 /// Without libcuda, device, rights or a second CPU; when the process to measure fails; and when a byte was wrong.
 pub fn run(settings: &Settings) -> anyhow::Result<Report> {
-    let Some((mut session, device)) = Session::start()? else {
+    let Some((mut session, device)) = Session::start(&[])? else {
         bail!("interrupted before anything was measured");
     };
     measure(settings, &mut session, &device).map_err(|why| session.explain(why))

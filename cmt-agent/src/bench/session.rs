@@ -1,5 +1,6 @@
 //! The bench's end of the pipe to the process that it measures, with an ear for Ctrl-C.
 
+use std::ffi::OsString;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -34,15 +35,16 @@ pub struct Session {
 }
 
 impl Session {
-    /// Starts the process, and waits until it has a context. `None` if interrupted meanwhile.
+    /// Starts the process, with more in its environment than is in ours, and waits until it has a context. `None` if interrupted meanwhile.
     ///
     /// # Errors
     /// When it finds no libcuda or no device, in its own words.
-    pub fn start() -> anyhow::Result<Option<(Self, Device)>> {
+    pub fn start(environment: &[(&str, OsString)]) -> anyhow::Result<Option<(Self, Device)>> {
         let (send, events) = channel();
         listen_for_signals(send.clone())?;
         let mut child = Command::new("/proc/self/exe")
             .args(["bench-copier", &std::process::id().to_string()])
+            .envs(environment.iter().map(|(name, value)| (name, value)))
             // Ctrl-C is for the bench, which ends the process.
             .process_group(0)
             .stdin(Stdio::piped())

@@ -13,7 +13,7 @@ use super::{ControlMap, InjectError, STEP_LIMIT, commit, control, descriptors, h
 use crate::target::{Cuda, Libc, Target, TargetError};
 
 /// The payload, built from `cmt-inject`.
-pub const PAYLOAD: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/payload.so"));
+pub static PAYLOAD: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/payload.so"));
 
 /// Brings the payload in and waits until its control thread serves commands.
 pub fn load(

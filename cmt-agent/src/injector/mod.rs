@@ -241,7 +241,8 @@ pub fn set_plan(target: &mut Target, plan: &Plan) -> Result<(), InjectError> {
 /// The plan of an attached process in the hands of one `cmt`: no other changes anything until this is dropped.
 pub struct Steering {
     control: ControlMap,
-    _lock: Flock<std::fs::File>,
+    /// None where nobody else knows of the process.
+    _lock: Option<Flock<std::fs::File>>,
 }
 
 impl Steering {
@@ -255,8 +256,16 @@ impl Steering {
         settle(target, &control)?;
         Ok(Self {
             control,
-            _lock: lock,
+            _lock: Some(lock),
         })
+    }
+
+    /// Takes hold of a process that has handed its block over.
+    pub fn of(control: ControlMap) -> Self {
+        Self {
+            control,
+            _lock: None,
+        }
     }
 
     /// Puts a plan in force.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cmt_common::control::Plan;
 use cmt_common::launch::GO;
@@ -70,8 +70,8 @@ impl Seen {
 }
 
 impl Desk {
-    /// Opens it for processes of this user, which are given `plan`.
-    pub fn open(plan: &Plan) -> io::Result<Self> {
+    /// Opens it for processes of this user, which are given `plan` and `flags` ([`cmt_common::control::flag`]).
+    pub fn open(plan: &Plan, flags: u32) -> io::Result<Self> {
         let (folder, path, listener) = bind()?;
         let seen = Arc::new(Mutex::new(Seen::default()));
         let (plan, ours) = (*plan, Arc::clone(&seen));
@@ -88,7 +88,7 @@ impl Desk {
                     // One that says nothing must not keep others waiting.
                     let _ = thread::Builder::new().spawn(move || {
                         // Who says nonsense, or has gone, gets nothing.
-                        if let Ok((pid, block)) = serve(stream, &plan) {
+                        if let Ok((pid, block)) = serve(stream, &plan, flags) {
                             let mut seen = ours.lock().unwrap_or_else(PoisonError::into_inner);
                             seen.add(pid, block);
                         }
@@ -101,6 +101,22 @@ impl Desk {
     /// The socket's path.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The block of a process that has made a copy, once it is there; `None` if that process has not come by then.
+    pub fn take(&self, pid: u32) -> Option<ControlMap> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(index) = seen.blocks.iter().position(|(other, _)| *other == pid) {
+                return Some(seen.blocks.swap_remove(index).1);
+            }
+            drop(seen);
+            if Instant::now() >= deadline {
+                return None;
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// What all processes have copied so far. Nobody is served any more.
@@ -136,7 +152,7 @@ fn bind() -> io::Result<(TempDir, PathBuf, UnixListener)> {
     Err(failed)
 }
 
-fn serve(mut stream: UnixStream, plan: &Plan) -> io::Result<(u32, ControlMap)> {
+fn serve(mut stream: UnixStream, plan: &Plan, flags: u32) -> io::Result<(u32, ControlMap)> {
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
     let peer = getsockopt(&stream, PeerCredentials)?;
@@ -149,6 +165,7 @@ fn serve(mut stream: UnixStream, plan: &Plan) -> io::Result<(u32, ControlMap)> {
     // In another pid namespace it has no number here, and finds its own limits.
     let threads = Cpus::of(pid).map_or(0, |cpus| cpus.threads());
     block.max_threads.store(threads, Ordering::Release);
+    block.flags.store(flags, Ordering::Release);
     stream.write_all(&[GO])?;
     Ok((pid, block))
 }

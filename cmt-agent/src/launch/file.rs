@@ -14,7 +14,7 @@ use nix::unistd::Uid;
 use crate::injector::PAYLOAD;
 
 /// Built from `cmt-inject/src/launch/preload.s`.
-const PRELOAD: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
+static PRELOAD: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
 
 /// Where both stand.
 pub struct Files {

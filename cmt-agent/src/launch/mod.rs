@@ -18,7 +18,9 @@ use cmt_common::control::Plan;
 use serde::Serialize;
 
 pub use desk::Desk;
+pub use file::place;
 pub use gain::{Class, Gain, Measured};
+pub use program::environment;
 
 use crate::output_file::OutputFile;
 
@@ -50,9 +52,9 @@ pub fn run(
     let json = json
         .map(|path| OutputFile::open(path, "the program was not started"))
         .transpose()?;
-    let files = file::place()?;
+    let files = place()?;
     let signals = program::Signals::block()?;
-    let desk = Desk::open(plan).context("opening a socket for the program's processes")?;
+    let desk = Desk::open(plan, 0).context("opening a socket for the program's processes")?;
     let (program, arguments) = command.split_first().context("no program is named")?;
     let ended = program::run(program, arguments, &files, desk.path(), &signals)?;
     let gain = Gain::of(&desk.close(), measured);

@@ -134,12 +134,7 @@ pub fn run(
 ) -> anyhow::Result<Ended> {
     let started = Instant::now();
     let mut command = Command::new(program);
-    command
-        .args(arguments)
-        .env("LD_PRELOAD", with(PRELOAD, files.preload.as_os_str()))
-        .env(ASAN_OPTIONS, with(ASAN_OPTIONS, ANY_ORDER.as_ref()))
-        .env(PAYLOAD_VARIABLE, &files.payload)
-        .env(SOCKET_VARIABLE, socket);
+    command.args(arguments).envs(environment(files, socket));
     let (mask, ignored) = (signals.mask_before, signals.children_were_ignored);
     // SAFETY: a few system calls, which may be made between fork and exec.
     unsafe { command.pre_exec(move || Signals::restore(mask, ignored)) };
@@ -156,6 +151,16 @@ pub fn run(
     };
     ended.took = started.elapsed();
     Ok(ended)
+}
+
+/// What a program needs in its environment to be staged by the desk at `socket`.
+pub fn environment(files: &Files, socket: &Path) -> [(&'static str, OsString); 4] {
+    [
+        (PRELOAD, with(PRELOAD, files.preload.as_os_str())),
+        (ASAN_OPTIONS, with(ASAN_OPTIONS, ANY_ORDER.as_ref())),
+        (PAYLOAD_VARIABLE, files.payload.clone().into()),
+        (SOCKET_VARIABLE, socket.into()),
+    ]
 }
 
 /// A variable's list with ours at its end: what the user has there comes first.

@@ -13,6 +13,7 @@ use crate::compare;
 use crate::cores::Cores;
 use crate::injector::{self, Steering};
 use crate::keeper;
+use crate::launch::{self, Desk};
 use crate::target::Target;
 
 /// Copies up to here are repeated in a visit, and the first is not counted: it wakes the helpers.
@@ -59,17 +60,30 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// Starts and attaches; `None` if interrupted meanwhile.
+    /// Starts it with the payload inside, which takes no rights; `None` if interrupted meanwhile. Where that is not possible
+    /// (a `cmt` that has capabilities of its file, whose programs preload nothing), it is attached to.
     ///
     /// # Errors
-    /// Without libcuda, device, or rights.
+    /// Without libcuda or device, or, where it has to be attached to, rights.
     pub fn start(threads: u32) -> anyhow::Result<Option<Self>> {
         let started = Instant::now();
-        let Some((mut session, device)) = Session::start()? else {
+        let files = launch::place()?;
+        let desk = Desk::open(&Plan::NONE, injector::flag::UNGUARDED)
+            .context("opening a socket for the process to measure")?;
+        let environment = launch::environment(&files, desk.path());
+        let Some((mut session, device)) = Session::start(&environment)? else {
             return Ok(None);
         };
-        let attached = attach(&session, threads).map_err(|why| session.explain(why));
-        let (target, steering) = attached?;
+        if begin(&mut session)?.is_none() {
+            return Ok(None);
+        }
+        let steered = match desk.take(session.pid()) {
+            Some(block) => Target::open(session.pid())
+                .map(|target| (target, Steering::of(block)))
+                .map_err(Into::into),
+            None => attach(&session, threads),
+        };
+        let (target, steering) = steered.map_err(|why| session.explain(why))?;
         Ok(Some(Self {
             session,
             device,
@@ -171,6 +185,21 @@ impl Rig {
         }
         Ok(())
     }
+}
+
+/// Has the process make a copy, the smallest there is; `None` once interrupted.
+fn begin(session: &mut Session) -> anyhow::Result<Option<Reply>> {
+    const BYTES: usize = 8;
+    let cell = Cell {
+        direction: Direction::HtoD,
+        memory: Memory::Reused,
+        bytes: BYTES,
+        least: 1,
+        most: 1,
+        budget_ms: 0,
+    };
+    session.ask(&Request::Allocate { bytes: BYTES })?;
+    session.ask(&Request::Time(cell, 0))
 }
 
 fn attach(session: &Session, threads: u32) -> anyhow::Result<(Target, Steering)> {
