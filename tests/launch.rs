@@ -656,6 +656,8 @@ fn programs_that_are_easily_disturbed_are_not() {
         ("no-environment", 15),
         ("loader", 15),
         ("forks", 15),
+        ("constructor", 0),
+        ("seccomp", 0),
     ] {
         let plain = Victim::command("victim-launched").arg(what).output();
         let plain = Finished::from(plain.expect("start it"));
@@ -732,11 +734,14 @@ fn the_exit_code_comes_through_whatever_the_caller_is_like() {
 }
 
 #[test]
-fn a_program_that_stops_itself_stops_us_and_goes_on_with_us() {
+fn a_program_that_its_terminal_stops_stops_us_and_goes_on_with_us() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let mut started = Tune::shell("echo ready $$; kill -STOP $$; echo on; exit 4").start();
+    let mut tune = Tune::shell("echo ready $$; kill -TSTP $$; echo on; exit 4");
+    // A job of its own, as a shell makes it.
+    tune.command.process_group(0);
+    let mut started = tune.start();
     let cmt = started.child.id();
     let state = || {
         let stat = fs::read_to_string(format!("/proc/{cmt}/stat")).expect("it lives");
@@ -752,13 +757,38 @@ fn a_program_that_stops_itself_stops_us_and_goes_on_with_us() {
         std::thread::sleep(Duration::from_millis(5));
     }
     assert_eq!(state(), 'T');
-    started.signal(cmt, libc::SIGCONT);
+    // SAFETY: no memory is touched; the group is our child's own.
+    assert_eq!(unsafe { libc::kill(-cmt.cast_signed(), libc::SIGCONT) }, 0);
     let mut line = String::new();
     started.lines.read_line(&mut line).expect("a line");
-    assert_eq!(
-        (line.trim(), started.child.wait().expect("it ends").code()),
-        ("on", Some(4))
-    );
+    let code = started.child.wait().expect("it ends").code();
+    assert_eq!((line.trim(), code), ("on", Some(4)));
+}
+
+/// Who stops the program alone continues it alone.
+#[test]
+fn a_program_that_is_stopped_by_somebody_does_not_stop_us() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let script = "(sleep 0.3; kill -CONT $$) & kill -STOP $$; exit 6";
+    assert_eq!(Tune::shell(script).finish().code, Some(6));
+}
+
+/// There the machine's root is nobody.
+#[test]
+fn in_a_user_namespace_programs_start_too() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let tune = Tune::shell("exit 5");
+    let mut command = Command::new("unshare");
+    command.arg("-Ur").arg(tune.command.get_program());
+    command
+        .args(tune.command.get_args())
+        .env("XDG_CACHE_HOME", tune.folder.path());
+    let ended = Finished::from(command.output().expect("run unshare"));
+    assert_eq!(ended.code, Some(5), "{ended:#?}");
 }
 
 #[test]

@@ -289,8 +289,18 @@ impl Lanes {
     }
 }
 
-/// Starts a helper with every signal blocked but those that a fault in the application's memory raises: blocked, they
-/// would kill the process past any handler that the application has for them.
+/// Signals that a thread raises itself: by a fault in the application's memory, or where a filter of system calls asks the
+/// application. Blocked, they would kill the process past any handler that the application has for them.
+const OWN_SIGNALS: [libc::c_int; 6] = [
+    libc::SIGSEGV,
+    libc::SIGBUS,
+    libc::SIGILL,
+    libc::SIGFPE,
+    libc::SIGSYS,
+    libc::SIGTRAP,
+];
+
+/// Starts a helper with every other signal blocked.
 fn spawn(start: Box<Start>) -> Option<libc::pthread_t> {
     let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
     let mut blocked = MaybeUninit::<libc::sigset_t>::uninit();
@@ -305,8 +315,8 @@ fn spawn(start: Box<Start>) -> Option<libc::pthread_t> {
             return None;
         }
         libc::sigfillset(blocked.as_mut_ptr());
-        for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE] {
-            libc::sigdelset(blocked.as_mut_ptr(), fault);
+        for own in OWN_SIGNALS {
+            libc::sigdelset(blocked.as_mut_ptr(), own);
         }
         libc::pthread_sigmask(libc::SIG_SETMASK, blocked.as_ptr(), before.as_mut_ptr());
         let mut created = false;

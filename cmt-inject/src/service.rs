@@ -4,6 +4,7 @@
     reason = "futex, and the plain fields of the control block"
 )]
 
+use core::ffi::c_void;
 use std::fs::File;
 use std::mem::MaybeUninit;
 use std::os::fd::FromRawFd;
@@ -19,6 +20,18 @@ use crate::route;
 
 /// Longest that a DISABLE waits for calls in flight; the host gives up a little earlier.
 const DRAIN_LIMIT: Duration = Duration::from_secs(61);
+
+/// Stack of the control thread.
+const STACK_BYTES: usize = 256 << 10;
+/// Signals that a thread raises itself.
+const OWN_SIGNALS: [libc::c_int; 6] = [
+    libc::SIGSEGV,
+    libc::SIGBUS,
+    libc::SIGILL,
+    libc::SIGFPE,
+    libc::SIGSYS,
+    libc::SIGTRAP,
+];
 
 /// Starts the control thread; false if none can be had.
 pub fn start(control: &'static Control) -> bool {
@@ -41,32 +54,66 @@ pub fn start(control: &'static Control) -> bool {
     started
 }
 
-/// Starts a thread that serves the block that `begin` returns, if it returns one, from the commands after a number on, with
-/// every signal blocked but those that its own faults raise. False if no thread can be had.
+/// Work that ends with a block to serve, from the commands after a number on.
+type Begin = Box<dyn FnOnce() -> Option<(&'static Control, u32)> + Send>;
+
+/// Starts a thread that serves the block that `begin` returns, if it returns one, with every signal blocked but those that it
+/// raises itself: by faults, or where a filter of system calls asks the program. False if no thread can be had.
+///
+/// Not by std, whose threads take the loader's lock (glibc's `__cxa_thread_atexit_impl`): the caller may hold it, or wait for
+/// whoever does.
 pub fn spawn(begin: impl FnOnce() -> Option<(&'static Control, u32)> + Send + 'static) -> bool {
+    let begin: *mut Begin = Box::into_raw(Box::new(Box::new(begin)));
+    let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
+    let mut blocked = MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: every set is initialised by the call that comes before its use.
+    let mut thread = MaybeUninit::<libc::pthread_t>::uninit();
+    // SAFETY: every structure is initialised by the call that comes before its use; the mask is put back as it was; the box
+    // belongs to the new thread, or is taken back where there is none.
     unsafe {
-        let mut blocked = MaybeUninit::<libc::sigset_t>::uninit();
+        let has_attributes = libc::pthread_attr_init(attributes.as_mut_ptr()) == 0;
+        if has_attributes {
+            libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), STACK_BYTES);
+            libc::pthread_attr_setdetachstate(
+                attributes.as_mut_ptr(),
+                libc::PTHREAD_CREATE_DETACHED,
+            );
+        }
         libc::sigfillset(blocked.as_mut_ptr());
-        for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE] {
-            libc::sigdelset(blocked.as_mut_ptr(), fault);
+        for own in OWN_SIGNALS {
+            libc::sigdelset(blocked.as_mut_ptr(), own);
         }
         libc::pthread_sigmask(libc::SIG_SETMASK, blocked.as_ptr(), before.as_mut_ptr());
+        let started = has_attributes
+            && libc::pthread_create(
+                thread.as_mut_ptr(),
+                attributes.as_ptr(),
+                run,
+                begin.cast::<c_void>(),
+            ) == 0;
+        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), null_mut());
+        if has_attributes {
+            libc::pthread_attr_destroy(attributes.as_mut_ptr());
+        }
+        if !started {
+            drop(Box::from_raw(begin));
+        }
+        started
     }
-    let started = std::thread::Builder::new()
-        .name("cmt-control".to_owned())
-        .stack_size(256 << 10)
-        .spawn(|| {
-            let block = catch_unwind(AssertUnwindSafe(begin));
-            if let Some((control, seen)) = block.ok().flatten() {
-                serve(control, seen);
-            }
-        })
-        .is_ok();
-    // SAFETY: the mask that was there.
-    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), null_mut()) };
-    started
+}
+
+/// First function of the control thread.
+extern "C" fn run(begin: *mut c_void) -> *mut c_void {
+    // SAFETY: `spawn` made this pointer from a box and gave it away; the name is NUL-terminated and shorter than 16 bytes.
+    let begin = unsafe {
+        libc::prctl(libc::PR_SET_NAME, c"cmt-control".as_ptr());
+        Box::from_raw(begin.cast::<Begin>())
+    };
+    let block = catch_unwind(AssertUnwindSafe(*begin));
+    if let Some((control, seen)) = block.ok().flatten() {
+        serve(control, seen);
+    }
+    null_mut()
 }
 
 fn serve(control: &'static Control, mut seen: u32) {

@@ -38,7 +38,8 @@ build() {
     build victim-every every.c -ldl
     build victim-crowd crowd.c -ldl
     build victim-jumper jumper.c -rdynamic -fno-omit-frame-pointer
-    build victim-launched launched.c -ldl
+    build victim-launched launched.c -rdynamic -ldl
+    build libconstructs.so constructs.c -shared -fPIC
     # One file: the library is linked to when it is there.
     $cc $flags early.c -shared -fPIC -L"$libs" -lcuda -o "$out/libearly.so"
     build victim-early early_main.c -L"$out" -L"$libs" -learly -lcuda

@@ -4,6 +4,8 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -11,7 +13,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -215,6 +219,7 @@ static void loader_at_work(void)
     pthread_t threads[4];
     load();
     begin();
+    copies(10);
     for (int i = 0; i < 4; i++)
         pthread_create(&threads[i], NULL, copies_for_ever, NULL);
     for (int i = 0; i < 200; i++) {
@@ -235,6 +240,7 @@ static void forks(void)
     pthread_t threads[2];
     load();
     begin();
+    copies(10);
     for (int i = 0; i < 2; i++)
         pthread_create(&threads[i], NULL, copies_for_ever, NULL);
     for (int i = 0; i < 20; i++) {
@@ -252,6 +258,41 @@ static void forks(void)
     stop = true;
     for (int i = 0; i < 2; i++)
         pthread_join(threads[i], NULL);
+}
+
+/* The first copies are made by a thread that a library's constructor starts and waits for: the loader's lock is held. */
+static void constructor(void)
+{
+    if (!dlopen("libconstructs.so", RTLD_NOW))
+        fail(dlerror());
+}
+
+void launched_copies(void)
+{
+    pthread_t thread;
+    pthread_create(&thread, NULL, copies_of_a_thread, NULL);
+    pthread_join(thread, NULL);
+}
+
+/* Confines itself before its first copy: whatever opens files or starts threads from then on is killed. */
+static void confined(void)
+{
+    struct sock_filter filter[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, 0),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_openat, 3, 0),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_socket, 2, 0),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone3, 1, 0),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS),
+    };
+    struct sock_fprog program = {sizeof filter / sizeof *filter, filter};
+    load();
+    begin();
+    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+    if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
+        fail("no filter");
+    if (up(device, there, (size_t)BYTES) || down(back, device, (size_t)BYTES) || memcmp(there, back, BYTES))
+        fail("a copy failed");
 }
 
 int main(int count, char **arguments)
@@ -279,6 +320,10 @@ int main(int count, char **arguments)
         loader_at_work();
     else if (!strcmp(what, "forks"))
         forks();
+    else if (!strcmp(what, "constructor"))
+        load(), begin(), constructor();
+    else if (!strcmp(what, "seccomp"))
+        confined();
     else
         fail("launched WHAT");
     return 0;

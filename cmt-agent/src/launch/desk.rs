@@ -44,7 +44,9 @@ struct Seen {
 impl Seen {
     fn add(&mut self, pid: u32, block: ControlMap) {
         // It has become another program since, or another process has its id.
-        if let Some(index) = self.blocks.iter().position(|(other, _)| *other == pid) {
+        let earlier = self.blocks.iter().position(|(other, _)| *other == pid);
+        // All of another pid namespace have none here.
+        if let Some(index) = earlier.filter(|_| pid != 0) {
             let (_, earlier) = self.blocks.swap_remove(index);
             self.ended.add(&earlier.counters);
         }
@@ -88,10 +90,10 @@ impl Desk {
                     // One that says nothing must not keep others waiting.
                     let _ = thread::Builder::new().spawn(move || {
                         // Who says nonsense, or has gone, gets nothing.
-                        if let Ok((pid, block)) = serve(stream, &plan, flags) {
+                        let _ = serve(stream, &plan, flags, |pid, block| {
                             let mut seen = ours.lock().unwrap_or_else(PoisonError::into_inner);
                             seen.add(pid, block);
-                        }
+                        });
                     });
                 }
             })?;
@@ -152,7 +154,13 @@ fn bind() -> io::Result<(TempDir, PathBuf, UnixListener)> {
     Err(failed)
 }
 
-fn serve(mut stream: UnixStream, plan: &Plan, flags: u32) -> io::Result<(u32, ControlMap)> {
+/// Puts the plan into the block that comes over `stream`, and has it `noted` before the process goes on.
+fn serve(
+    mut stream: UnixStream,
+    plan: &Plan,
+    flags: u32,
+    noted: impl FnOnce(u32, ControlMap),
+) -> io::Result<()> {
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
     let peer = getsockopt(&stream, PeerCredentials)?;
@@ -166,8 +174,8 @@ fn serve(mut stream: UnixStream, plan: &Plan, flags: u32) -> io::Result<(u32, Co
     let threads = Cpus::of(pid).map_or(0, |cpus| cpus.threads());
     block.max_threads.store(threads, Ordering::Release);
     block.flags.store(flags, Ordering::Release);
-    stream.write_all(&[GO])?;
-    Ok((pid, block))
+    noted(pid, block);
+    stream.write_all(&[GO])
 }
 
 /// The descriptor that came along with a byte.

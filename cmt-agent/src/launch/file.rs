@@ -4,7 +4,7 @@ use std::fs::{self, Permissions};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{self, Write as _};
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
@@ -64,36 +64,15 @@ fn folders() -> Vec<PathBuf> {
 }
 
 fn place_in(folder: &Path, name: &str, library: &[u8]) -> io::Result<PathBuf> {
+    let folder = &make(folder)?;
     let refuse = |why: &str| Err(io::Error::other(why.to_owned()));
     // The loader splits LD_PRELOAD at both.
-    if folder
-        .as_os_str()
-        .as_bytes()
-        .iter()
-        .any(|byte| b": ".contains(byte))
-    {
+    let path = folder.as_os_str().as_bytes();
+    if path.iter().any(|byte| b": ".contains(byte)) {
         return refuse("a colon or a blank in the name");
     }
-    let is_new = !folder.exists();
-    fs::create_dir_all(folder)?;
-    if is_new {
-        // Whatever the umask: root's programs may go on as another user.
-        fs::set_permissions(folder, Permissions::from_mode(0o755))?;
-    }
-    // Whoever else may change what lies there, or put another folder in its place, could have programs load what he likes.
-    let (root, ours) = (0, Uid::effective().as_raw());
-    for above in folder.canonicalize()?.ancestors() {
-        let found = fs::symlink_metadata(above)?;
-        let others_may_write = found.mode() & 0o022 != 0 && found.mode() & 0o1000 == 0;
-        if ![root, ours].contains(&found.uid()) || others_may_write {
-            return Err(io::Error::other(format!(
-                "others may write to {}",
-                above.display()
-            )));
-        }
-    }
     let owner = fs::symlink_metadata(folder)?;
-    if owner.uid() != ours || owner.mode() & 0o022 != 0 || owner.is_symlink() {
+    if owner.uid() != Uid::effective().as_raw() || owner.mode() & 0o022 != 0 {
         return refuse("it is not ours alone");
     }
     if statvfs(folder)?.flags().contains(FsFlags::ST_NOEXEC) {
@@ -111,6 +90,50 @@ fn place_in(folder: &Path, name: &str, library: &[u8]) -> io::Result<PathBuf> {
         .set_permissions(Permissions::from_mode(0o755))?;
     file.persist(&path)?;
     Ok(path)
+}
+
+/// The folder's real path. It is made if it is not there, and all above it, where nobody else may put others in their place.
+fn make(folder: &Path) -> io::Result<PathBuf> {
+    if let Ok(path) = folder.canonicalize() {
+        check_above(&path)?;
+        return Ok(path);
+    }
+    let (Some(parent), Some(name)) = (folder.parent(), folder.file_name()) else {
+        return Err(io::ErrorKind::NotFound.into());
+    };
+    let path = make(parent)?.join(name);
+    // Whatever the umask: root's programs may go on as another user.
+    fs::DirBuilder::new().mode(0o755).create(&path)?;
+    fs::set_permissions(&path, Permissions::from_mode(0o755))?;
+    Ok(path)
+}
+
+/// Refuses a path that others may change: they could have programs load what they like.
+fn check_above(path: &Path) -> io::Result<()> {
+    let (root, ours) = (0, Uid::effective().as_raw());
+    let known = [Some(root), Some(ours), roots_alias()];
+    for above in path.ancestors() {
+        let found = fs::symlink_metadata(above)?;
+        let others_may_write = found.mode() & 0o022 != 0 && found.mode() & 0o1000 == 0;
+        if !known.contains(&Some(found.uid())) || others_may_write {
+            let why = format!("others may write to {}", above.display());
+            return Err(io::Error::other(why));
+        }
+    }
+    Ok(())
+}
+
+/// Who the root of the machine seems to be in a user namespace that does not know him: nobody, as all others there.
+fn roots_alias() -> Option<u32> {
+    let knows_all = fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| {
+        let fields: Vec<&str> = map.split_ascii_whitespace().collect();
+        fields == ["0", "0", "4294967295"]
+    });
+    if knows_all {
+        return None;
+    }
+    let nobody = fs::read_to_string("/proc/sys/kernel/overflowuid").ok()?;
+    nobody.trim().parse().ok()
 }
 
 #[cfg(test)]

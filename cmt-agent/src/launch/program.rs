@@ -21,7 +21,7 @@ use nix::sys::signal::{
 };
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::{Pid, getsid};
+use nix::unistd::{Pid, getpgid, getpgrp, getsid};
 
 use super::file::Files;
 
@@ -194,15 +194,28 @@ fn wait(program: Pid, signals: &Signals) -> nix::Result<Ended> {
                     took: Duration::ZERO,
                 });
             }
-            Ok(WaitStatus::Stopped(pid, _)) if pid == program => {
-                // Whoever has started us is to see that. It goes on when we are told to.
-                raise(Signal::SIGSTOP)?;
+            Ok(WaitStatus::Stopped(pid, by)) if pid == program && STOPPING.contains(&by) => {
+                stop_as_well(program, by)?;
             }
             Ok(WaitStatus::StillAlive) => hand_on(program, &signals.incoming)?,
             Ok(_) | Err(Errno::EINTR) => {}
             Err(error) => return Err(error),
         }
     }
+}
+
+/// Stops this process by the signal that has stopped the program: a terminal's, which its shell continues for both. What
+/// stops the program alone is somebody else's business.
+fn stop_as_well(program: Pid, by: Signal) -> nix::Result<()> {
+    if getpgid(Some(program))? != getpgrp() {
+        return Ok(());
+    }
+    let mut only = SigSet::empty();
+    only.add(by);
+    // Pending while it is blocked; where no shell controls jobs the kernel ignores it.
+    raise(by)?;
+    only.thread_unblock()?;
+    only.thread_block()
 }
 
 /// Waits for a signal, and hands it on unless the program has it already.

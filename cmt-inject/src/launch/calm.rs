@@ -3,9 +3,10 @@
 
 use core::ffi::c_int;
 use std::fs::{self, File, OpenOptions};
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsRawFd as _, IntoRawFd as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 /// `PTHREAD_CANCEL_DISABLE` of glibc's pthread.h.
 const CANCEL_DISABLE: c_int = 1;
@@ -18,9 +19,10 @@ unsafe extern "C" {
 
 /// Seccomp filters of this process when libcuda was patched.
 static FILTERS: AtomicU64 = AtomicU64::new(0);
+/// And how it was confined: not at all, or by filters.
+static MODE: AtomicI32 = AtomicI32::new(0);
 
-/// Runs `work`; `None` if it panics. The thread's `errno` stays, it is not cancelled meanwhile, and files that are opened do
-/// not become standard input, output or error where those are closed.
+/// Runs `work`; `None` if it panics. The thread's `errno` stays, and it is not cancelled meanwhile.
 pub fn within<T>(work: impl FnOnce() -> T) -> Option<T> {
     let mut state = 0;
     // SAFETY: this thread's own; a cancellation that comes meanwhile takes place at the next point for it, as it would have.
@@ -28,10 +30,7 @@ pub fn within<T>(work: impl FnOnce() -> T) -> Option<T> {
         pthread_setcancelstate(CANCEL_DISABLE, &raw mut state);
         *libc::__errno_location()
     };
-    let result = {
-        let _kept = keep_standard_descriptors();
-        catch_unwind(AssertUnwindSafe(work)).ok()
-    };
+    let result = catch_unwind(AssertUnwindSafe(work)).ok();
     // SAFETY: as above.
     unsafe {
         *libc::__errno_location() = errno;
@@ -40,18 +39,41 @@ pub fn within<T>(work: impl FnOnce() -> T) -> Option<T> {
     result
 }
 
-/// Files in the place of standard descriptors that are closed, for as long as the result lives.
-fn keep_standard_descriptors() -> Vec<File> {
-    let mut kept = Vec::new();
-    // SAFETY: asks for flags of a descriptor, which may be none.
-    while (0..=2).any(|fd| unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0) {
-        let file = OpenOptions::new().read(true).write(true).open("/dev/null");
-        match file {
-            Ok(file) if file.as_raw_fd() <= 2 => kept.push(file),
-            _ => break,
+/// Files in the place of standard descriptors that are closed, so that none that is opened meanwhile becomes one of those.
+pub struct StandardDescriptors(Vec<(File, u64)>);
+
+impl StandardDescriptors {
+    /// Keeps them for as long as the result lives.
+    pub fn keep() -> Self {
+        let mut kept = Vec::new();
+        // SAFETY: asks for flags of a descriptor, which may be none.
+        while (0..=2).any(|fd| unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0) {
+            let file = OpenOptions::new().read(true).write(true).open("/dev/null");
+            match file {
+                Ok(file) if file.as_raw_fd() <= 2 => {
+                    let inode = inode(&file);
+                    kept.push((file, inode));
+                }
+                _ => break,
+            }
+        }
+        Self(kept)
+    }
+}
+
+impl Drop for StandardDescriptors {
+    fn drop(&mut self) {
+        for (file, opened) in self.0.drain(..) {
+            // The program may have put a file of its own there meanwhile.
+            if inode(&file) != opened {
+                let _ = file.into_raw_fd();
+            }
         }
     }
-    kept
+}
+
+fn inode(file: &File) -> u64 {
+    file.metadata().map_or(0, |file| file.ino() ^ file.rdev())
 }
 
 /// Whether this process may write files as large as we need: one byte more, and it would be killed (SIGXFSZ).
@@ -67,7 +89,18 @@ pub fn may_write_files() -> bool {
 
 /// Remembers by how many seccomp filters this process is confined.
 pub fn note_filters() {
+    MODE.store(mode(), Ordering::Relaxed);
     FILTERS.store(filters(), Ordering::Relaxed);
+}
+
+/// Whether it was confined then as now, by one system call that filters forbid least; [`has_the_same_filters`] looks closer.
+pub fn has_the_same_mode() -> bool {
+    MODE.load(Ordering::Relaxed) == mode()
+}
+
+fn mode() -> i32 {
+    // SAFETY: only asks.
+    unsafe { libc::prctl(libc::PR_GET_SECCOMP) }
 }
 
 /// Whether these are as many as then.

@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use cmt_common::api::{COPY_FNS, DRIVER_FNS, HOOKED};
-use cmt_common::control::{Control, MAGIC, VERSION, boot, hook};
+use cmt_common::control::{Control, MAGIC, VERSION, boot, hook, state};
 
 use crate::hook::builtin::Builtin;
 use crate::{cmt_payload_main, route, service};
@@ -99,6 +99,7 @@ fn look(libraries: loader::Libraries, nobody_is_in_it: bool) {
         && mapped.patched.is_none()
         && calm::may_write_files()
     {
+        let _kept = calm::StandardDescriptors::keep();
         mapped.patched = patch(cuda).then(|| cuda.base());
     }
     mapped.bases = found.iter().map(|library| library.base()).collect();
@@ -169,6 +170,11 @@ pub fn begin() -> bool {
     let Some(template) = (unsafe { TEMPLATE.load(Ordering::Acquire).as_ref() }) else {
         return false;
     };
+    // A program that has confined itself since then may be killed for whatever we do.
+    if !calm::has_the_same_mode() {
+        TEMPLATE.store(std::ptr::null_mut(), Ordering::Release);
+        return false;
+    }
     let pid = std::process::id().cast_signed();
     // One thread of each process, once.
     if BEGUN_BY.swap(pid, Ordering::AcqRel) == pid {
@@ -204,7 +210,7 @@ pub fn begin() -> bool {
 
 /// This process's control block, with everything started that it needs but the control thread.
 fn introduced(template: &Control, pid: i32) -> Option<&'static Control> {
-    // A program that has confined itself since then may be killed for a socket.
+    let _kept = calm::StandardDescriptors::keep();
     if !calm::has_the_same_filters() {
         return None;
     }
@@ -218,6 +224,11 @@ fn introduced(template: &Control, pid: i32) -> Option<&'static Control> {
     block.version.store(VERSION, Ordering::Relaxed);
     block.boot.state.store(boot::RUNNING, Ordering::Relaxed);
     block.magic.store(MAGIC, Ordering::Release);
-    service::enable(block).ok()?;
+    if service::enable(block).is_err() {
+        // Whoever attaches later finds no thread, and starts one.
+        block.state.store(state::STOPPED, Ordering::Relaxed);
+        block.control_tid.store(0, Ordering::Release);
+        return None;
+    }
     Some(block)
 }

@@ -171,22 +171,18 @@ fn launched(pid: &str) -> Result<()> {
         "--calls",
         "20",
     ];
+    let kept = "/cmt/run.json";
     let tune = [
-        "env",
-        "LD_LIBRARY_PATH=/cmt",
-        "/cmt/cmt",
-        "tune",
-        "--search",
-        "instant",
-        "--json",
-        "/cmt/run.json",
-        "--",
+        "/cmt/cmt", "tune", "--search", "instant", "--json", kept, "--",
     ];
-    let said = inside(pid, &[&tune[..], &program[..]].concat())?;
+    let mut command = inside_command(pid, &[&tune[..], &program[..]].concat());
+    let said = output(command.env("LD_LIBRARY_PATH", "/cmt"))?;
     let account: serde_json::Value =
         serde_json::from_str(said.lines().last().context("it says nothing")?)?;
     ensure!(account["mismatches"] == 0, "wrong bytes: {account}");
-    let run: serde_json::Value = serde_json::from_str(&inside(pid, &["cat", "/cmt/run.json"])?)?;
+    // There is nothing else in that root, as a program to read it.
+    let run = fs::read_to_string(format!("/proc/{pid}/root{kept}"))?;
+    let run: serde_json::Value = serde_json::from_str(&run)?;
     let staged = [0, 1].map(|way| run["staged"][way]["calls"].as_u64().unwrap_or_default());
     ensure!(!staged.contains(&0), "nothing was staged: {run}");
     println!("started by cmt tune: {staged:?} of 20 copies staged");
@@ -218,9 +214,13 @@ fn json(pid: &str, args: &[&str]) -> Result<serde_json::Value> {
 
 /// What a command prints, run in a process's mounts and on its root.
 fn inside(pid: &str, command: &[&str]) -> Result<String> {
+    output(&mut inside_command(pid, command))
+}
+
+fn inside_command(pid: &str, command: &[&str]) -> Command {
     let mut nsenter = Command::new("nsenter");
     nsenter
         .args(["--target", pid, "--mount", "--root", "--wd"])
         .args(command);
-    output(&mut nsenter)
+    nsenter
 }
