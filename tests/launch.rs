@@ -328,7 +328,7 @@ fn input_output_and_environment_are_the_programs_own() {
     assert_eq!(tuned.stdout, plain.stdout);
     assert_eq!(
         tuned.stderr,
-        "err\ncmt: no process copied between host and GPU\n"
+        "err\ncmt: no process was tuned: none copied between host and GPU, or none could be\n"
     );
     let mut quiet = Tune::shell("exit 0");
     let arguments: Vec<_> = quiet.command.get_args().map(OsStr::to_owned).collect();
@@ -531,9 +531,9 @@ fn what_cannot_be_tuned_runs_as_it_would_without() {
             "{compiler} {flag}: {ended:#?}"
         );
         assert!(
-            ended
-                .stderr
-                .ends_with("cmt: no process copied between host and GPU\n"),
+            ended.stderr.ends_with(
+                "cmt: no process was tuned: none copied between host and GPU, or none could be\n"
+            ),
             "{ended:#?}"
         );
         assert_eq!(
@@ -776,6 +776,34 @@ fn a_program_that_is_stopped_by_somebody_does_not_stop_us() {
 }
 
 /// There the machine's root is nobody.
+/// The search listens for signals by a thread, which must not be there any more when they are the program's.
+#[test]
+fn after_a_search_signals_and_the_programs_end_are_seen() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    // Without libcuda the search is over at once, and the estimate does.
+    let start = |script: &str| {
+        let mut tune = Tune::shell("");
+        let mut command = cmt_command(["tune", "--fresh", "--", "sh", "-c", script]);
+        command
+            .env("XDG_CACHE_HOME", tune.folder.path())
+            .env_remove("LD_LIBRARY_PATH");
+        tune.command = command;
+        tune
+    };
+    for _ in 0..40 {
+        let ended = start("sleep 0.05; exit 3").finish();
+        assert_eq!(ended.code, Some(3), "{ended:#?}");
+    }
+    for _ in 0..10 {
+        let mut tune = start("trap 'exit 4' TERM; echo ready $$; while :; do sleep 0.02; done");
+        let mut started = tune.start();
+        started.signal(started.child.id(), libc::SIGTERM);
+        assert_eq!(started.child.wait().expect("it ends").code(), Some(4));
+    }
+}
+
 #[test]
 fn in_a_user_namespace_programs_start_too() {
     let Some(_turn) = require(Rung::StandIn) else {

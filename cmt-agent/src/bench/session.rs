@@ -5,11 +5,13 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
-use std::thread;
+use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, anyhow, bail};
+use nix::sys::signal::{SigSet, Signal};
 use procfs::process::Process;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
 
 use super::wire::{Device, Reply, Request};
 
@@ -32,6 +34,7 @@ pub struct Session {
     stdin: ChildStdin,
     events: Receiver<Event>,
     interrupted: bool,
+    _listener: Listener,
 }
 
 impl Session {
@@ -41,7 +44,7 @@ impl Session {
     /// When it finds no libcuda or no device, in its own words.
     pub fn start(environment: &[(&str, OsString)]) -> anyhow::Result<Option<(Self, Device)>> {
         let (send, events) = channel();
-        listen_for_signals(send.clone())?;
+        let listener = listen_for_signals(send.clone())?;
         let mut child = Command::new("/proc/self/exe")
             .args(["bench-copier", &std::process::id().to_string()])
             .envs(environment.iter().map(|(name, value)| (name, value)))
@@ -66,6 +69,7 @@ impl Session {
             stdin,
             events,
             interrupted: false,
+            _listener: listener,
         };
         Ok(match session.next()? {
             None => None,
@@ -145,8 +149,24 @@ impl Drop for Session {
     }
 }
 
-/// Sends [`Event::Interrupted`] for each Ctrl-C and SIGTERM from now on.
-fn listen_for_signals(send: Sender<Event>) -> anyhow::Result<()> {
+/// A thread that listens for signals, until this is dropped.
+struct Listener {
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        // Signals are to find no thread of ours any more that takes them: whoever comes next may have to hand them on.
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Sends [`Event::Interrupted`] for each Ctrl-C and SIGTERM from now on, whatever this thread blocks.
+fn listen_for_signals(send: Sender<Event>) -> anyhow::Result<Listener> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -158,12 +178,16 @@ fn listen_for_signals(send: Sender<Event>) -> anyhow::Result<()> {
             signal(SignalKind::terminate())?,
         )
     };
-    thread::spawn(move || {
+    let (stop, mut stopped) = oneshot::channel();
+    let thread = thread::spawn(move || {
+        let ours: SigSet = [Signal::SIGINT, Signal::SIGTERM].into_iter().collect();
+        let _ = ours.thread_unblock();
         runtime.block_on(async {
             loop {
                 tokio::select! {
                     _ = interrupt.recv() => {}
                     _ = terminate.recv() => {}
+                    _ = &mut stopped => return,
                 }
                 if send.send(Event::Interrupted).is_err() {
                     return;
@@ -171,5 +195,8 @@ fn listen_for_signals(send: Sender<Event>) -> anyhow::Result<()> {
             }
         });
     });
-    Ok(())
+    Ok(Listener {
+        stop: Some(stop),
+        thread: Some(thread),
+    })
 }

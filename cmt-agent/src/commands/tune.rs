@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::ensure;
 use serde::Serialize;
 
-use crate::launch::{self, Measured};
+use crate::launch::{self, Measured, Signals};
 use crate::output_file::OutputFile;
 use crate::pipe;
 use crate::profile::File;
@@ -60,18 +60,25 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         args.command.is_empty() || args.json != Some(None),
         "--json needs a FILE where a command runs, whose stdout is its own; nothing was done"
     );
-    const UNTOUCHED: &str = "nothing was measured";
+    // Before any other thread is there, which would take them.
+    let signals = match args.command.is_empty() {
+        true => None,
+        false => Some(Signals::block()?),
+    };
+    const UNTOUCHED: &str = "nothing was measured, nothing started";
     let save = args
         .save
         .as_deref()
         .map(|path| OutputFile::open(path, UNTOUCHED))
         .transpose()?;
-    let json = match (&args.json, args.command.is_empty()) {
-        (Some(Some(path)), true) => Some(OutputFile::open(path, UNTOUCHED)?),
+    let json = match &args.json {
+        Some(Some(path)) => Some(OutputFile::open(path, UNTOUCHED)?),
         _ => None,
     };
+    // No search for what cannot be started, which says so itself.
+    let is_there = args.command.first().is_none_or(|it| launch::is_there(it));
     let tuned = tune::tune(&Wish {
-        kind: args.search,
+        kind: if is_there { args.search } else { Kind::Instant },
         profile: args.profile.as_deref(),
         fresh: args.fresh,
         or_estimate: !args.command.is_empty(),
@@ -80,7 +87,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     if let Some(save) = save {
         save.write(&tuned.file.to_text())?;
     }
-    if !args.command.is_empty() {
+    if let Some(signals) = signals {
         for note in tuned.notes.iter().filter(|_| !args.quiet) {
             eprintln!("cmt: {note}");
         }
@@ -89,11 +96,14 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             "interrupted before {} was started",
             args.command[0].display()
         );
-        let json = args.json.as_ref().and_then(Option::as_deref);
+        let measured = measured(&tuned);
+        let (plan, from) = (&tuned.plan, &tuned.from);
         return launch::run(
             &args.command,
-            &tuned.plan,
-            &measured(&tuned),
+            plan,
+            &measured,
+            from,
+            &signals,
             args.quiet,
             json,
         );

@@ -181,7 +181,10 @@ impl Gain {
 impl fmt::Display for Gain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.processes == 0 {
-            return write!(f, "no process copied between host and GPU");
+            return write!(
+                f,
+                "no process was tuned: none copied between host and GPU, or none could be"
+            );
         }
         let processes = match self.processes {
             1 => "1 process".to_owned(),
@@ -190,19 +193,17 @@ impl fmt::Display for Gain {
         let sum = |of: fn(&Staged) -> u64| self.staged.iter().map(of).fold(0, u64::saturating_add);
         let (calls, bytes) = (sum(|staged| staged.calls), sum(|staged| staged.bytes));
         if calls == 0 {
-            let passed = self.passed.iter().map(|passed| passed.calls);
-            let passed = passed.fold(0, u64::saturating_add);
-            return write!(
-                f,
-                "{processes}, none of {} copies staged: small, pinned, or not between host and GPU",
-                grouped(passed)
-            );
+            let reasons = self.passed.iter();
+            let reasons: Vec<String> = reasons
+                .map(|passed| format!("{} {}", grouped(passed.calls), passed.reason))
+                .collect();
+            return write!(f, "{processes}, no copy staged: {}", reasons.join(", "));
         }
         write!(
             f,
-            "{processes}, {} copies of {:.1} GB staged, ",
+            "{processes}, {} copies of {} staged, ",
             grouped(calls),
-            bytes as f64 / 1e9
+            amount(bytes)
         )?;
         let compared = self
             .compared_in_run_bytes
@@ -214,13 +215,23 @@ impl fmt::Display for Gain {
                     true => (-saved, "lost"),
                     false => (saved, "saved"),
                 };
-                write!(f, "about {seconds:.1} s {what}")?;
+                match seconds < 1.0 {
+                    true => write!(f, "about {:.0} ms {what}", seconds * 1e3)?,
+                    false => write!(f, "about {seconds:.1} s {what}")?,
+                }
                 match compared < bytes {
-                    true => write!(f, " on {:.1} GB of them", compared as f64 / 1e9),
+                    true => write!(f, " on {} of them", amount(compared)),
                     false => Ok(()),
                 }
             }
         }
+    }
+}
+
+fn amount(bytes: u64) -> String {
+    match bytes {
+        1_000_000_000.. => format!("{:.1} GB", bytes as f64 / 1e9),
+        _ => format!("{:.1} MB", bytes as f64 / 1e6),
     }
 }
 
@@ -261,7 +272,7 @@ mod tests {
         );
         assert_eq!(
             alone.to_string(),
-            "1 process, 48 copies of 3.2 GB staged, about 0.1 s saved on 1.1 GB of them"
+            "1 process, 48 copies of 3.2 GB staged, about 82 ms saved on 1.1 GB of them"
         );
         let class = |dtoh, bytes| Class {
             dtoh,
@@ -281,7 +292,7 @@ mod tests {
         assert!((both.saved_s.expect("compared") - 0.08192 - more).abs() < 1e-9);
         assert_eq!(
             both.to_string(),
-            "1 process, 48 copies of 3.2 GB staged, about 0.2 s saved"
+            "1 process, 48 copies of 3.2 GB staged, about 243 ms saved"
         );
     }
 
@@ -330,7 +341,7 @@ mod tests {
         assert!(gain.to_string().ends_with("about 1.9 s lost"), "{gain}");
         assert_eq!(
             Gain::of(&Copied::default(), &Measured::default()).to_string(),
-            "no process copied between host and GPU"
+            "no process was tuned: none copied between host and GPU, or none could be"
         );
     }
 }

@@ -11,7 +11,6 @@ mod program;
 
 use std::ffi::OsString;
 use std::io::Write as _;
-use std::path::Path;
 
 use anyhow::Context as _;
 use cmt_common::control::Plan;
@@ -20,9 +19,10 @@ use serde::Serialize;
 pub use desk::Desk;
 pub use file::place;
 pub use gain::{Class, Gain, Measured};
-pub use program::environment;
+pub use program::{Signals, environment, is_there};
 
 use crate::output_file::OutputFile;
+use crate::tune::From;
 
 /// What `--json` keeps.
 #[derive(Serialize)]
@@ -34,11 +34,14 @@ struct Object<'a> {
     /// The signal that ended it.
     signal: Option<i32>,
     seconds: f64,
+    /// Where the plan is from.
+    plan: &'a From,
     #[serde(flatten)]
     gain: &'a Gain,
 }
 
-/// Runs `command` by `plan`, then ends this process as the program ended. `measured` is what the plan's makers have measured.
+/// Runs `command` by `plan`, then ends this process as the program ended. `measured` is what was measured when the plan was
+/// made. `signals` were blocked before any other thread was started.
 ///
 /// # Errors
 /// When the program cannot be started, with nothing left behind.
@@ -46,17 +49,15 @@ pub fn run(
     command: &[OsString],
     plan: &Plan,
     measured: &Measured,
+    from: &From,
+    signals: &Signals,
     quiet: bool,
-    json: Option<&Path>,
+    json: Option<OutputFile>,
 ) -> anyhow::Result<()> {
-    let json = json
-        .map(|path| OutputFile::open(path, "the program was not started"))
-        .transpose()?;
     let files = place()?;
-    let signals = program::Signals::block()?;
     let desk = Desk::open(plan, 0).context("opening a socket for the program's processes")?;
     let (program, arguments) = command.split_first().context("no program is named")?;
-    let ended = program::run(program, arguments, &files, desk.path(), &signals)?;
+    let ended = program::run(program, arguments, &files, desk.path(), signals)?;
     let gain = Gain::of(&desk.close(), measured);
     if let Some(file) = json {
         let object = Object {
@@ -68,6 +69,7 @@ pub fn run(
             exit_code: ended.code(),
             signal: ended.signal(),
             seconds: ended.took.as_secs_f64(),
+            plan: from,
             gain: &gain,
         };
         // The program's exit code is worth more than this file.
@@ -76,7 +78,7 @@ pub fn run(
             say(&format!("{error:#}"));
         }
     }
-    if !quiet {
+    if !quiet && ended.has_run() {
         say(&gain.to_string());
     }
     ended.repeat()

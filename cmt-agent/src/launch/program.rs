@@ -6,6 +6,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write as _};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::Command;
@@ -118,8 +119,19 @@ impl Signals {
 pub struct Ended {
     code: Option<i32>,
     signal: Option<Signal>,
+    has_run: bool,
     /// How long it ran.
     pub took: Duration,
+}
+
+/// Whether there is a program of that name, as far as can be seen without running it.
+pub fn is_there(program: &OsStr) -> bool {
+    if program.as_bytes().contains(&b'/') {
+        return Path::new(program).exists();
+    }
+    // Where there is no PATH, the system has one of its own.
+    std::env::var_os("PATH")
+        .is_none_or(|path| std::env::split_paths(&path).any(|folder| folder.join(program).exists()))
 }
 
 /// Starts the program and waits until it has ended; processes that it leaves behind are not waited for.
@@ -143,10 +155,14 @@ pub fn run(
             .context("waiting for the program")?,
         Err(error) => {
             let _ = writeln!(io::stderr(), "cmt: {}: {error}", program.display());
-            Ended::with_code(match error.kind() {
+            let code = match error.kind() {
                 io::ErrorKind::NotFound => NOT_FOUND,
                 _ => NOT_RUN,
-            })
+            };
+            Ended {
+                has_run: false,
+                ..Ended::with_code(code)
+            }
         }
     };
     ended.took = started.elapsed();
@@ -191,6 +207,7 @@ fn wait(program: Pid, signals: &Signals) -> nix::Result<Ended> {
                 return Ok(Ended {
                     code: None,
                     signal: Some(signal),
+                    has_run: true,
                     took: Duration::ZERO,
                 });
             }
@@ -250,8 +267,14 @@ impl Ended {
         Self {
             code: Some(code),
             signal: None,
+            has_run: true,
             took: Duration::ZERO,
         }
+    }
+
+    /// Whether it could be started.
+    pub fn has_run(&self) -> bool {
+        self.has_run
     }
 
     /// Its exit code; none if a signal ended it.

@@ -32,7 +32,7 @@ pub use table::{classes_text, machine_text, plan_text, text};
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
-    /// An estimate, at once
+    /// What is kept for this machine, or an estimate, at once
     Instant,
     /// A search of under 10 seconds
     Fast,
