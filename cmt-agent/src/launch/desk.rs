@@ -51,11 +51,8 @@ impl Seen {
             self.ended.add(&earlier.counters);
         }
         if self.blocks.len() >= MOST_BLOCKS {
-            let (ended, alive) = std::mem::take(&mut self.blocks)
-                .into_iter()
-                .partition(|&(pid, _)| !Path::new(&format!("/proc/{pid}")).exists());
-            self.blocks = alive;
-            for (_, block) in Vec::from_iter::<Vec<_>>(ended) {
+            let has_ended = |pid: u32| !Path::new(&format!("/proc/{pid}")).exists();
+            for (_, block) in self.blocks.extract_if(.., |&mut (pid, _)| has_ended(pid)) {
                 self.ended.add(&block.counters);
             }
         }
