@@ -20,6 +20,7 @@ pub mod plan;
 mod pool;
 mod protocol;
 mod rows;
+pub mod signals;
 mod staging;
 mod store;
 mod workers;

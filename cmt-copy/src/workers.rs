@@ -16,6 +16,7 @@ use cmt_common::control::CPU_WORDS;
 
 use crate::pool::Lanes;
 use crate::protocol::Line;
+use crate::signals;
 
 /// How long a helper looks for work before it sleeps: while a copy runs (its next slot may be on its way), and after.
 const SPIN_BUSY: Duration = Duration::from_micros(100);
@@ -289,46 +290,25 @@ impl Lanes {
     }
 }
 
-/// Signals that a thread raises itself: by a fault in the application's memory, or where a filter of system calls asks the
-/// application. Blocked, they would kill the process past any handler that the application has for them.
-const OWN_SIGNALS: [libc::c_int; 6] = [
-    libc::SIGSEGV,
-    libc::SIGBUS,
-    libc::SIGILL,
-    libc::SIGFPE,
-    libc::SIGSYS,
-    libc::SIGTRAP,
-];
-
-/// Starts a helper with every other signal blocked.
+/// Starts a helper, which takes none of the application's signals.
 fn spawn(start: Box<Start>) -> Option<libc::pthread_t> {
     let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
-    let mut blocked = MaybeUninit::<libc::sigset_t>::uninit();
-    let mut before = MaybeUninit::<libc::sigset_t>::uninit();
     let mut thread = MaybeUninit::<libc::pthread_t>::uninit();
     let start = Box::into_raw(start);
-    // SAFETY: every structure is initialised by the call that comes before its use; the mask is put back as it was; the box
-    // belongs to the new thread, or is taken back where there is none.
+    // SAFETY: every structure is initialised by the call that comes before its use; the box belongs to the new thread, or is
+    // taken back where there is none.
     unsafe {
         if libc::pthread_attr_init(attributes.as_mut_ptr()) != 0 {
             drop(Box::from_raw(start));
             return None;
         }
-        libc::sigfillset(blocked.as_mut_ptr());
-        for own in OWN_SIGNALS {
-            libc::sigdelset(blocked.as_mut_ptr(), own);
-        }
-        libc::pthread_sigmask(libc::SIG_SETMASK, blocked.as_ptr(), before.as_mut_ptr());
-        let mut created = false;
-        for bytes in STACK_BYTES {
-            libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), bytes);
-            let (thread, start) = (thread.as_mut_ptr(), start.cast::<c_void>());
-            created = libc::pthread_create(thread, attributes.as_ptr(), run, start) == 0;
-            if created {
-                break;
-            }
-        }
-        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), null_mut());
+        let created = signals::blocked(|| {
+            STACK_BYTES.into_iter().any(|bytes| {
+                libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), bytes);
+                let (thread, start) = (thread.as_mut_ptr(), start.cast::<c_void>());
+                libc::pthread_create(thread, attributes.as_ptr(), run, start) == 0
+            })
+        });
         libc::pthread_attr_destroy(attributes.as_mut_ptr());
         if !created {
             drop(Box::from_raw(start));

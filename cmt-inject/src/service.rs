@@ -15,6 +15,8 @@ use std::time::{Duration, SystemTime};
 
 use cmt_common::control::{Control, HookSlot, RELOCATED_MAX, WINDOW_MAX, command, hook, state};
 
+use cmt_copy::signals;
+
 use crate::hook::{Function, HookEngine};
 use crate::route;
 
@@ -23,15 +25,6 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(61);
 
 /// Stack of the control thread.
 const STACK_BYTES: usize = 256 << 10;
-/// Signals that a thread raises itself.
-const OWN_SIGNALS: [libc::c_int; 6] = [
-    libc::SIGSEGV,
-    libc::SIGBUS,
-    libc::SIGILL,
-    libc::SIGFPE,
-    libc::SIGSYS,
-    libc::SIGTRAP,
-];
 
 /// Starts the control thread; false if none can be had.
 pub fn start(control: &'static Control) -> bool {
@@ -57,19 +50,17 @@ pub fn start(control: &'static Control) -> bool {
 /// Work that ends with a block to serve, from the commands after a number on.
 type Begin = Box<dyn FnOnce() -> Option<(&'static Control, u32)> + Send>;
 
-/// Starts a thread that serves the block that `begin` returns, if it returns one, with every signal blocked but those that it
-/// raises itself: by faults, or where a filter of system calls asks the program. False if no thread can be had.
+/// Starts a thread that serves the block that `begin` returns, if it returns one, and takes none of the program's signals. False
+/// if no thread can be had.
 ///
 /// Not by std, whose threads take the loader's lock (glibc's `__cxa_thread_atexit_impl`): the caller may hold it, or wait for
 /// whoever does.
 pub fn spawn(begin: impl FnOnce() -> Option<(&'static Control, u32)> + Send + 'static) -> bool {
     let begin: *mut Begin = Box::into_raw(Box::new(Box::new(begin)));
     let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
-    let mut blocked = MaybeUninit::<libc::sigset_t>::uninit();
-    let mut before = MaybeUninit::<libc::sigset_t>::uninit();
     let mut thread = MaybeUninit::<libc::pthread_t>::uninit();
-    // SAFETY: every structure is initialised by the call that comes before its use; the mask is put back as it was; the box
-    // belongs to the new thread, or is taken back where there is none.
+    // SAFETY: every structure is initialised by the call that comes before its use; the box belongs to the new thread, or
+    // is taken back where there is none.
     unsafe {
         let has_attributes = libc::pthread_attr_init(attributes.as_mut_ptr()) == 0;
         if has_attributes {
@@ -79,19 +70,11 @@ pub fn spawn(begin: impl FnOnce() -> Option<(&'static Control, u32)> + Send + 's
                 libc::PTHREAD_CREATE_DETACHED,
             );
         }
-        libc::sigfillset(blocked.as_mut_ptr());
-        for own in OWN_SIGNALS {
-            libc::sigdelset(blocked.as_mut_ptr(), own);
-        }
-        libc::pthread_sigmask(libc::SIG_SETMASK, blocked.as_ptr(), before.as_mut_ptr());
         let started = has_attributes
-            && libc::pthread_create(
-                thread.as_mut_ptr(),
-                attributes.as_ptr(),
-                run,
-                begin.cast::<c_void>(),
-            ) == 0;
-        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), null_mut());
+            && signals::blocked(|| {
+                let (thread, begin) = (thread.as_mut_ptr(), begin.cast::<c_void>());
+                libc::pthread_create(thread, attributes.as_ptr(), run, begin) == 0
+            });
         if has_attributes {
             libc::pthread_attr_destroy(attributes.as_mut_ptr());
         }
