@@ -37,6 +37,9 @@ pub(crate) const TAIL_BYTES: u64 = 1 << 20;
 const LINK_BYTES_A_NANOSECOND: u64 = 50;
 /// A DMA is enqueued so long before the link is thought to run dry.
 const LINK_LEAD: Duration = Duration::from_micros(4);
+/// What one of several copies has in flight at most, whatever its plan says: the link serves what it was given in turn, so who had
+/// more in flight would get more of it.
+const SHARED_WINDOW_BYTES: u64 = 16 << 20;
 /// Shorter copies are over before a sleeping helper is awake.
 const WAKE_FROM_BYTES: u64 = 128 << 10;
 /// Longer ones wake all helpers at once.
@@ -141,7 +144,7 @@ impl Copy<'_> {
         unsafe { self.open(board, start, true) };
         let stalled_after =
             STALLED_AFTER + Duration::from_nanos(self.bytes / STOCK_BYTES_A_NANOSECOND);
-        let mut window = self.row.ring;
+        let mut stalled = false;
         let tail = self.tail;
         let sending = Sending::new(self.bytes, slice, self.row.slot, tail);
         let mut link_busy_until = None;
@@ -151,6 +154,7 @@ impl Copy<'_> {
         while sent < total {
             self.held.reap(self.driver);
             let arrived = self.held.arrived;
+            let window = if stalled { capacity } else { self.window() };
             if arrived != arrived_before {
                 arrived_before = arrived;
                 patience.reset();
@@ -205,7 +209,7 @@ impl Copy<'_> {
                 if window >= capacity {
                     return Ok(Sent::Stalled(sent * slice));
                 }
-                window = capacity;
+                stalled = true;
                 patience.reset();
                 continue;
             }
@@ -265,7 +269,7 @@ impl Copy<'_> {
                 done += 1;
             }
             let copied_out = start + done * slice;
-            let free_to = (copied_out + self.row.ring).min(arrived.min(copied_out) + capacity);
+            let free_to = (copied_out + self.window()).min(arrived.min(copied_out) + capacity);
             if asked < total && start + slot_end * slice <= free_to && self.held.can_announce() {
                 // SAFETY: nothing in flight and no slice that is still to be copied out lies in this part of the ring.
                 unsafe { self.enqueue(start, asked, slot_end, false)? };
@@ -347,6 +351,14 @@ impl Copy<'_> {
                 u32::MAX
             };
             self.lanes.crew.wake_for(self.row.threads - 1, most);
+        }
+    }
+
+    /// Bytes that may be in flight.
+    fn window(&self) -> u64 {
+        match self.lanes.crew.copies() {
+            0 | 1 => self.row.ring,
+            _ => self.row.ring.min(SHARED_WINDOW_BYTES),
         }
     }
 

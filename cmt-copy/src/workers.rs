@@ -124,6 +124,11 @@ impl Crew {
         self.live.load(Ordering::Relaxed)
     }
 
+    /// Copies that run now.
+    pub(crate) fn copies(&self) -> u32 {
+        self.copies.0.load(Ordering::Relaxed)
+    }
+
     /// A copy begins: helpers spin longer until the result is dropped.
     pub(crate) fn copy_begins(&self) -> CopyRuns<'_> {
         self.copies.0.fetch_add(1, Ordering::Relaxed);
@@ -138,7 +143,7 @@ impl Crew {
         let sleepers = self.sleepers.0.load(Ordering::Relaxed);
         if sleepers > 0 {
             let awake = self.live().saturating_sub(sleepers);
-            let all = wanted.saturating_mul(self.copies.0.load(Ordering::Relaxed));
+            let all = wanted.saturating_mul(self.copies());
             let missing = all.saturating_sub(awake).min(sleepers).min(most);
             if missing > 0 {
                 self.wake(missing.cast_signed());
@@ -244,7 +249,7 @@ fn help(lanes: &Lanes, number: u32) {
                 break;
             }
         }
-        let spin = if crew.copies.0.load(Ordering::Relaxed) > 0 {
+        let spin = if crew.copies() > 0 {
             SPIN_BUSY
         } else {
             SPIN_IDLE

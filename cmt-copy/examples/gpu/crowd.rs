@@ -103,7 +103,7 @@ pub fn print(gpu: &Gpu, cpus: u32, largest: usize, buffers: [*mut u8; 2]) {
         for to_host in [false, true] {
             for threads in [1usize, 2, 4, 8, 16] {
                 let mut rates = [0.0; 2];
-                let mut fairness = 1.0;
+                let mut fairness = [1.0; 2];
                 for (staged, rate) in rates.iter_mut().enumerate() {
                     let (barrier, stop) = (Barrier::new(threads + 1), AtomicBool::new(false));
                     let (engine, barrier, stop) = (&engine, &barrier, &stop);
@@ -138,7 +138,7 @@ pub fn print(gpu: &Gpu, cpus: u32, largest: usize, buffers: [*mut u8; 2]) {
                             .collect();
                         barrier.wait();
                         let start = Instant::now();
-                        std::thread::sleep(std::time::Duration::from_millis(400));
+                        std::thread::sleep(std::time::Duration::from_millis(1000));
                         stop.store(true, Ordering::Relaxed);
                         counts = all
                             .into_iter()
@@ -150,14 +150,17 @@ pub fn print(gpu: &Gpu, cpus: u32, largest: usize, buffers: [*mut u8; 2]) {
                     let sum: u64 = counts.iter().sum();
                     *rate = sum as f64 * bytes as f64 / seconds / 1e9;
                     let (least, most) = (counts.iter().min(), counts.iter().max());
-                    fairness = *least.unwrap_or(&0) as f64 / *most.unwrap_or(&1).max(&1) as f64;
+                    fairness[staged] =
+                        *least.unwrap_or(&0) as f64 / *most.unwrap_or(&1).max(&1) as f64;
                 }
                 println!(
-                    "threads {} {:>2} MiB: {threads:>2} at once: stock {:>6.2} staged {:>6.2} GB/s in all, least/most {fairness:.2}",
+                    "threads {} {:>2} MiB: {threads:>2} at once: stock {:>6.2} staged {:>6.2} GB/s in all, least/most {:.2} and {:.2}",
                     if to_host { "DtoH" } else { "HtoD" },
                     bytes >> 20,
                     rates[0],
-                    rates[1]
+                    rates[1],
+                    fairness[0],
+                    fairness[1]
                 );
             }
         }
