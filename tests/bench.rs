@@ -143,6 +143,7 @@ fn every_cell_is_measured_and_its_figures_agree() {
     for cell in cells {
         check(cell);
     }
+    check_turns(report["turns"].as_array().expect("turns"), cells);
     for rates in ["one_core", "scaling"] {
         let rates = report["cpu_copies"][rates].as_array().expect("rates");
         assert!(rates.iter().any(|rate| rate["method"] == "memcpy"));
@@ -166,10 +167,39 @@ fn every_cell_is_measured_and_its_figures_agree() {
 
     let page = fs::read_to_string(page).expect("the page");
     assert!(page.contains("On the stand-in"));
+    assert!(page.contains("attached and detached in turns (4 rounds)"));
     // Four pairs of graphs, and two for the CPU.
     assert_eq!(page.matches("<svg").count(), 10);
     for loading in ["http", "src=", "href", "@import", "url("] {
         assert!(!page.contains(loading), "the page has {loading}");
+    }
+}
+
+/// Whatever was left to stock was measured in turns, and shorter copies and pinned ones with it.
+fn check_turns(turns: &[Value], cells: &[Value]) {
+    let kind = |one: &Value| {
+        let text = |field: &str| one[field].as_str().expect("a name").to_owned();
+        (text("direction"), text("memory"), number(&one["bytes"]))
+    };
+    let found: Vec<_> = turns.iter().map(kind).collect();
+    for cell in cells {
+        let is_left = number(&cell["staged"]) == 0.0;
+        assert_eq!(found.contains(&kind(cell)), is_left, "{cell}");
+    }
+    for direction in ["HtoD", "DtoH"] {
+        for (memory, bytes) in [("reused", 1), ("reused", 1 << 10), ("pinned", 1 << 20)] {
+            let kind = (direction.to_owned(), memory.to_owned(), f64::from(bytes));
+            assert!(found.contains(&kind), "{kind:?}");
+        }
+    }
+    for turn in turns {
+        assert_eq!(turn["rounds"], 4);
+        for part in ["call", "idle"] {
+            assert!(number(&turn[part]["stock_ns"]) > 0.0, "{turn}");
+            let added = &turn[part]["added_ns"];
+            let [p10, p50, p90] = [0, 1, 2].map(|at| number(&added[at]));
+            assert!(p10 <= p50 && p50 <= p90, "{turn}");
+        }
     }
 }
 

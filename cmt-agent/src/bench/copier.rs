@@ -8,9 +8,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use nix::sched::{CpuSet, sched_getcpu, sched_setaffinity};
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
 use nix::time::{ClockId, clock_gettime};
+use nix::unistd::Pid;
 
 use super::device::{self, CudaError, DeviceBuffer};
 use super::mapping::Mapping;
@@ -57,6 +59,10 @@ pub fn run(args: Args) -> anyhow::Result<()> {
                 .context("nothing was allocated")
                 .and_then(|buffers| buffers.time(&cell, before))
                 .map(Reply::Timed),
+            Request::Bind => {
+                stay_here();
+                Ok(Reply::Bound)
+            }
         };
         answer(&reply.unwrap_or_else(|error| Reply::Failed(format!("{error:#}"))))?;
     }
@@ -109,23 +115,8 @@ impl Buffers {
         let mut preparing = Duration::ZERO;
         let cpu = cpu_time(ClockId::CLOCK_PROCESS_CPUTIME_ID)?;
         let started = Instant::now();
-        while batch.idle_ns.len() < cell.least
-            || (batch.idle_ns.len() < cell.most
-                && started.elapsed().as_millis() < u128::from(cell.budget_ms))
-        {
-            let before = cpu_time(ClockId::CLOCK_THREAD_CPUTIME_ID)?;
-            let mut fresh = self.fresh(cell)?;
-            preparing += cpu_time(ClockId::CLOCK_THREAD_CPUTIME_ID)?.saturating_sub(before);
-            let begun = Instant::now();
-            self.copy(cell, fresh.as_deref_mut())?;
-            let called = begun.elapsed();
-            device::synchronize()?;
-            let idle = begun.elapsed();
-            batch.call_ns.push(called.as_nanos() as u64);
-            batch.idle_ns.push(idle.as_nanos() as u64);
-            let before = cpu_time(ClockId::CLOCK_THREAD_CPUTIME_ID)?;
-            drop(fresh);
-            preparing += cpu_time(ClockId::CLOCK_THREAD_CPUTIME_ID)?.saturating_sub(before);
+        while is_wanted(cell, batch.idle_ns.len(), started) {
+            preparing += self.time_one(cell, &mut batch)?;
         }
         thread::sleep(UNTIL_HELPERS_SLEEP);
         let spent = cpu_time(ClockId::CLOCK_PROCESS_CPUTIME_ID)?.saturating_sub(cpu);
@@ -134,25 +125,35 @@ impl Buffers {
     }
 
     /// `before` copies that are not timed, which wake the helpers, then the timed ones.
-    fn time(&mut self, cell: &Cell, before: usize) -> anyhow::Result<Vec<u64>> {
+    fn time(&mut self, cell: &Cell, before: usize) -> anyhow::Result<Batch> {
+        let mut batch = Batch::default();
         for _ in 0..before {
-            let mut fresh = self.fresh(cell)?;
-            self.copy(cell, fresh.as_deref_mut())?;
-            device::synchronize()?;
+            self.time_one(cell, &mut batch)?;
         }
-        let mut times = Vec::new();
+        batch = Batch::default();
         let started = Instant::now();
-        while times.len() < cell.least
-            || (times.len() < cell.most
-                && started.elapsed().as_millis() < u128::from(cell.budget_ms))
-        {
-            let mut fresh = self.fresh(cell)?;
-            let begun = Instant::now();
-            self.copy(cell, fresh.as_deref_mut())?;
-            device::synchronize()?;
-            times.push(begun.elapsed().as_nanos() as u64);
+        while is_wanted(cell, batch.idle_ns.len(), started) {
+            self.time_one(cell, &mut batch)?;
         }
-        Ok(times)
+        Ok(batch)
+    }
+
+    /// Processor time that it took to make fresh memory and to give it back.
+    fn time_one(&mut self, cell: &Cell, batch: &mut Batch) -> anyhow::Result<Duration> {
+        let own_cpu = || cpu_time(ClockId::CLOCK_THREAD_CPUTIME_ID);
+        let before = own_cpu()?;
+        let mut fresh = self.fresh(cell)?;
+        let made = own_cpu()?.saturating_sub(before);
+        let begun = Instant::now();
+        self.copy(cell, fresh.as_deref_mut())?;
+        let called = begun.elapsed();
+        device::synchronize()?;
+        let idle = begun.elapsed();
+        batch.call_ns.push(called.as_nanos() as u64);
+        batch.idle_ns.push(idle.as_nanos() as u64);
+        let before = own_cpu()?;
+        drop(fresh);
+        Ok(made + own_cpu()?.saturating_sub(before))
     }
 
     /// The new mapping for a copy with fresh memory.
@@ -213,6 +214,20 @@ impl Buffers {
                 Ok(first_difference(got, &self.pattern[..end]))
             }
         }
+    }
+}
+
+/// Whether one more copy is to be timed.
+fn is_wanted(cell: &Cell, made: usize, started: Instant) -> bool {
+    let in_time = || started.elapsed().as_millis() < u128::from(cell.budget_ms);
+    made < cell.least || (made < cell.most && in_time())
+}
+
+/// Where the kernel does not allow it, it stays free.
+fn stay_here() {
+    let mut set = CpuSet::new();
+    if sched_getcpu().is_ok_and(|cpu| set.set(cpu).is_ok()) {
+        let _ = sched_setaffinity(Pid::from_raw(0), &set);
     }
 }
 

@@ -1,7 +1,8 @@
 //! `cmt bench`: the driver's pageable copies, the same while attached, and pinned ones, side by side.
 //!
 //! A process of its own copies, an ordinary CUDA program; it is attached to and detached from as any other would be. So
-//! what is measured is what applications get. Stock is measured before and after, so that drift of the machine shows.
+//! what is measured is what applications get. Stock is measured before and after, so that drift of the machine shows; copies that
+//! stay stock's are measured again, attached and detached in turns.
 
 mod chart;
 pub mod copier;
@@ -13,6 +14,7 @@ mod page;
 mod report;
 pub(crate) mod session;
 mod table;
+mod turns;
 pub(crate) mod wire;
 
 use std::collections::BTreeMap;
@@ -136,6 +138,7 @@ fn measure(settings: &Settings, session: &mut Session, device: &Device) -> anyho
     let mut attach = None;
     let mut tuned = (Pass::new(), BTreeMap::new());
     let mut again = Pass::new();
+    let mut turns = Vec::new();
     run.allocate(largest)?;
     let stock = run.pass("stock", |_| Ok(()))?;
     machine.look_at_link();
@@ -160,6 +163,9 @@ fn measure(settings: &Settings, session: &mut Session, device: &Device) -> anyho
         if !run.session.is_interrupted() {
             keeper::detach(&target)?;
             again = run.pass("stock again", |_| Ok(()))?;
+        }
+        if !run.session.is_interrupted() {
+            turns = turns::measure(&mut run, &target, (&plan, threads), &tuned.1)?;
         }
     }
     let budget = Duration::from_millis(if settings.quick { 20 } else { 150 });
@@ -186,6 +192,7 @@ fn measure(settings: &Settings, session: &mut Session, device: &Device) -> anyho
         machine,
         attach,
         cells: cells(&stock, &tuned, &again),
+        turns,
         cpu_copies,
     })
 }
@@ -255,28 +262,35 @@ impl Run<'_> {
         for &bytes in self.sizes {
             for direction in [Direction::HtoD, Direction::DtoH] {
                 for memory in [Memory::Reused, Memory::Fresh, Memory::Pinned] {
-                    let what = format!("{} {}", direction.name(), compare::bytes(bytes));
-                    self.bar.set_message(format!("{name}, {what}, {memory:?}"));
                     let cell = self.settings.cell(direction, memory, bytes);
-                    let Some(reply) = self.session.ask(&Request::Measure(cell))? else {
+                    let Some(batch) = self.batch(name, cell)? else {
                         return Ok(pass);
                     };
-                    let Reply::Measured(batch) = reply else {
-                        bail!("the process to measure answered something else");
-                    };
-                    if let Some(at) = batch.wrong_at {
-                        bail!(
-                            "WRONG DATA: byte {at} of {what} ({memory:?} memory, {name}) did not arrive"
-                        );
-                    }
                     let key = (direction, memory, bytes);
                     after(key)?;
                     pass.insert(key, batch);
-                    self.bar.inc(1);
                 }
             }
         }
         Ok(pass)
+    }
+
+    /// Measures one kind of copy; none when interrupted.
+    fn batch(&mut self, name: &str, cell: wire::Cell) -> anyhow::Result<Option<Batch>> {
+        let (direction, memory) = (cell.direction.name(), cell.memory);
+        let what = format!("{direction} {}", compare::bytes(cell.bytes as u64));
+        self.bar.set_message(format!("{name}, {what}, {memory:?}"));
+        let Some(reply) = self.session.ask(&Request::Measure(cell))? else {
+            return Ok(None);
+        };
+        let Reply::Measured(batch) = reply else {
+            bail!("the process to measure answered something else");
+        };
+        if let Some(at) = batch.wrong_at {
+            bail!("WRONG DATA: byte {at} of {what} ({memory:?} memory, {name}) did not arrive");
+        }
+        self.bar.inc(1);
+        Ok(Some(batch))
     }
 }
 

@@ -5,7 +5,8 @@ use std::fmt::Write as _;
 use super::chart::{self, Axis, Series};
 use super::cpu::Rate;
 use super::report::{Cell, Quantiles, Report, Stat};
-use super::table::{cpu_seconds, spread, three, time};
+use super::table::{cpu_seconds, percent, range, spread, three, time};
+use super::turns::Turn;
 use super::wire::{Direction, Memory};
 use crate::compare::bytes;
 use crate::html::{document, escape};
@@ -28,14 +29,14 @@ pub fn page(report: &Report) -> anyhow::Result<String> {
     body += &method(report);
     body += "<h2>Copies between host and device</h2>\n<p class=legend><i class=c0></i>stock <i class=c1></i>tuned <i class=c2></i>pinned</p>\n<div class=charts>\n";
     let groups = [
-        (Direction::HtoD, Memory::Reused, "reused"),
-        (Direction::HtoD, Memory::Fresh, "fresh"),
-        (Direction::DtoH, Memory::Reused, "reused"),
-        (Direction::DtoH, Memory::Fresh, "fresh"),
+        (Direction::HtoD, Memory::Reused),
+        (Direction::HtoD, Memory::Fresh),
+        (Direction::DtoH, Memory::Reused),
+        (Direction::DtoH, Memory::Fresh),
     ];
-    for (direction, memory, name) in groups {
+    for (direction, memory) in groups {
         let cells = of(report, direction, memory);
-        let name = format!("{}, {name} memory", direction.name());
+        let name = format!("{}, {} memory", direction.name(), memory.name());
         let graph = chart::draw(Axis::Bytes, Axis::Rate, &lines(&cells, bandwidth))?;
         body += &figure(&format!("{name}: GB/s by size"), &graph);
         let graph = chart::draw(Axis::Bytes, Axis::Duration, &lines(&cells, latency))?;
@@ -44,12 +45,13 @@ pub fn page(report: &Report) -> anyhow::Result<String> {
     body += "</div>\n";
     body += &cpu_copies(report)?;
     body += "<h2>All figures</h2>\n";
-    for (direction, memory, name) in groups {
+    for (direction, memory) in groups {
         body += &table(
-            &format!("{}, {name} memory", direction.name()),
+            &format!("{}, {} memory", direction.name(), memory.name()),
             &of(report, direction, memory),
         );
     }
+    body += &turns(&report.turns);
     Ok(document(&title, STYLE, &body, report.origin.as_ref()))
 }
 
@@ -230,6 +232,36 @@ fn table(name: &str, cells: &[&Cell]) -> String {
                 stat.samples,
             );
         }
+    }
+    text + "</table></div>\n"
+}
+
+/// What the payload leaves to the driver.
+fn turns(turns: &[Turn]) -> String {
+    let Some(first) = turns.first() else {
+        return String::new();
+    };
+    let mut text = format!(
+        "<h3>Left to stock, attached and detached in turns ({} rounds)</h3>\n<div class=wide><table><thead><tr><th>size<th>copies\
+         <th>call, stock<th>added<th>ns (p10..p90)<th>until idle, stock<th>added<th>ns (p10..p90)</tr></thead>\n",
+        first.rounds
+    );
+    for turn in turns {
+        let [call, idle] = [&turn.call, &turn.idle].map(|added| {
+            format!(
+                "<td>{}</td><td>{}</td><td>{}</td>",
+                time(added.stock_ns),
+                percent(added),
+                range(added)
+            )
+        });
+        let _ = writeln!(
+            text,
+            "<tr><th>{}</th><td>{} {}</td>{call}{idle}</tr>",
+            bytes(turn.bytes),
+            turn.direction.name(),
+            turn.memory.name()
+        );
     }
     text + "</table></div>\n"
 }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::cpu::CpuCopies;
 use super::machine::Machine;
+use super::turns::Turn;
 use super::wire::{Batch, Direction, Memory};
 use crate::origin::Origin;
 use crate::profile;
@@ -40,6 +41,9 @@ pub struct Report {
     pub attach: Option<Attach>,
     /// One for each direction, kind of host memory and size.
     pub cells: Vec<Cell>,
+    /// Copies that the payload leaves to the driver, attached and detached in turns; none in reports of versions that did not do so.
+    #[serde(default)]
+    pub turns: Vec<Turn>,
     /// Ways for a CPU to move bytes, without a GPU.
     pub cpu_copies: CpuCopies,
 }

@@ -6,6 +6,7 @@ use comfy_table::{CellAlignment, Table, presets};
 
 use super::cpu::Rate;
 use super::report::{Cell, Quantiles, Report, Stat};
+use super::turns::{Added, Turn};
 use super::wire::{Direction, Memory};
 use crate::compare::bytes;
 
@@ -31,6 +32,7 @@ pub fn text(report: &Report) -> String {
             out += &copies(direction, memory, cells);
         }
     }
+    out += &turns(&report.turns);
     out += &cpu_methods(&report.cpu_copies.one_core);
     out += &cpu_scaling(&report.cpu_copies.scaling);
     if report.interrupted {
@@ -104,11 +106,52 @@ fn copies<'a>(
             format!("{}+{}", samples(&cell.stock), samples(&cell.tuned)),
         ]);
     }
-    let name = match memory {
-        Memory::Fresh => "fresh",
-        _ => "reused",
+    let (direction, memory) = (direction.name(), memory.name());
+    format!("\n{direction}, {memory} memory\n{}", trimmed(table))
+}
+
+/// What the payload leaves to the driver.
+fn turns(turns: &[Turn]) -> String {
+    let Some(first) = turns.first() else {
+        return String::new();
     };
-    format!("\n{}, {name} memory\n{}", direction.name(), trimmed(table))
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header([
+        "copies", "", "size", "call", "added", "", "idle", "added", "",
+    ]);
+    for turn in turns {
+        let mut row = vec![
+            turn.direction.name().to_owned(),
+            turn.memory.name().to_owned(),
+            bytes(turn.bytes),
+        ];
+        for added in [&turn.call, &turn.idle] {
+            row.extend([time(added.stock_ns), percent(added), range(added)]);
+        }
+        table.add_row(row);
+    }
+    format!(
+        "\nLeft to stock, attached and detached in turns ({} rounds): medians of stock until\n\
+         the call returned and until the device was idle, and what attaching added:\n\
+         percent, and nanoseconds of the middle eight tenths of the rounds.\n{}",
+        first.rounds,
+        trimmed(table)
+    )
+}
+
+/// What was added, for stock's time.
+pub(super) fn percent(added: &Added) -> String {
+    let [_, median, _] = added.added_ns;
+    format!(
+        "{:+.1}%",
+        median as f64 * 100.0 / added.stock_ns.max(1) as f64
+    )
+}
+
+/// From the 10th percentile to the 90th.
+pub(super) fn range(added: &Added) -> String {
+    let [least, _, most] = added.added_ns;
+    format!("{least:+}..{most:+}")
 }
 
 fn cpu_methods(rates: &[Rate]) -> String {

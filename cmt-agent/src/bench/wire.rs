@@ -33,6 +33,17 @@ pub enum Memory {
     Pinned,
 }
 
+impl Memory {
+    /// As the report names it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Reused => "reused",
+            Self::Fresh => "fresh",
+            Self::Pinned => "pinned",
+        }
+    }
+}
+
 /// What is asked of the process.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -46,6 +57,8 @@ pub enum Request {
     Measure(Cell),
     /// Time a few copies of one kind right now, after so many that are not counted; they are not checked.
     Time(Cell, usize),
+    /// Keep the thread that copies on the CPU where it runs now.
+    Bind,
 }
 
 /// One kind of copy, and how often to make it.
@@ -75,8 +88,10 @@ pub enum Reply {
     Allocated,
     /// The copies were made.
     Measured(Batch),
-    /// They were made, each in so many nanoseconds until the device was idle.
-    Timed(Vec<u64>),
+    /// They were made; processor time was not taken.
+    Timed(Batch),
+    /// The thread stays where it is, if the kernel allows it.
+    Bound,
     /// It could not do it.
     Failed(String),
 }

@@ -8,7 +8,7 @@ use cmt_common::control::{Plan, PlanRow};
 use super::search::{Copier, Subject, Timer, median};
 use crate::bench;
 use crate::bench::session::Session;
-use crate::bench::wire::{Cell, Device, Direction, Memory, Reply, Request};
+use crate::bench::wire::{Batch, Cell, Device, Direction, Memory, Reply, Request};
 use crate::compare;
 use crate::cores::Cores;
 use crate::injector::{self, Steering};
@@ -240,7 +240,7 @@ impl Timer for Rig {
         let request = Request::Time(self.cell(memory, copies as usize), before);
         match self.ask(&request)? {
             None => Ok(None),
-            Some(Reply::Timed(times)) => {
+            Some(Reply::Timed(Batch { idle_ns: times, .. })) => {
                 let times: Vec<f64> = times.into_iter().map(|time| time as f64).collect();
                 Ok(Some(median(&times)))
             }
