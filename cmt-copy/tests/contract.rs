@@ -94,6 +94,54 @@ fn an_upload_for_which_stock_waits_too_goes_on_when_the_stream_does() {
 }
 
 #[test]
+fn of_two_uploads_the_second_has_less_in_flight_than_a_ring() {
+    let context = Context::new();
+    let engine = mock::engine(mock::one_row(MIB, 256 * KIB, 64 * MIB, 2, 0), 2);
+    let bytes = 80 << 20;
+    let in_flight = || context.dma_calls.load(Ordering::Relaxed);
+    let settled = |more_than: u32| {
+        let mut last = in_flight();
+        loop {
+            std::thread::sleep(Duration::from_millis(100));
+            match in_flight() {
+                now if now == last && now > more_than => return now,
+                now => last = now,
+            }
+        }
+    };
+    let mut streams = [context.stream(), context.stream()].map(|stream| {
+        stream.dawdle_us.store(0, Ordering::Relaxed);
+        (stream.block(), device(&context, bytes), stream)
+    });
+    let (engine, context) = (&engine, &context);
+    let [alone, both] = within_30_s(|| {
+        std::thread::scope(|scope| {
+            let mut gates = Vec::new();
+            let mut calls = Vec::new();
+            for (gate, target, stream) in &mut streams {
+                scope.spawn(move || {
+                    context.make_current();
+                    assert_eq!(upload(engine, target, bytes, stream.handle, 3), STAGED);
+                });
+                calls.push(settled(calls.last().copied().unwrap_or(0)));
+                gates.push(gate);
+            }
+            gates.into_iter().for_each(|gate| gate.open());
+            [calls[0], calls[1]]
+        })
+    });
+    assert!(
+        both - alone < alone / 2,
+        "{alone} alone, {both} with the second"
+    );
+    for (_, target, stream) in &streams {
+        stream.finish();
+        assert_eq!(target.wrong(3), None);
+    }
+    engine.shutdown();
+}
+
+#[test]
 fn a_busy_stream_fills_its_lane_and_holds_up_nobody_else() {
     let context = Context::new();
     let engine = mock::engine(mock::plan(2), 2);
