@@ -86,6 +86,7 @@ impl Task {
             // SAFETY: `offset + bytes` stays within the copy; the ring is a whole number of slices, so the place has room
             // for one.
             unsafe { self.move_piece(offset, place, bytes) };
+            self.store.fence();
             return;
         };
         let ring_pitch = rows.ring_pitch as usize;
@@ -95,9 +96,11 @@ impl Task {
             // SAFETY: slices hold whole rows, each of which has room in the ring; the host has as many as the task says.
             unsafe { self.move_piece(on_host, place + at, rows.width as usize) };
         }
+        self.store.fence();
     }
 
-    /// Moves `bytes` bytes that lie in one piece on the host, from `offset` on, and in the ring, at `place`.
+    /// Moves `bytes` bytes that lie in one piece on the host, from `offset` on, and in the ring, at `place`; they are still to
+    /// be fenced.
     ///
     /// # Safety
     /// As [`Task::move_slice`]. Application memory and pinned ring are different mappings.
@@ -106,8 +109,8 @@ impl Task {
         unsafe {
             let (host, ring) = (self.host.add(offset), self.ring.wrapping_add(place));
             match self.work {
-                Work::IntoRing => self.store.copy(ring, host, bytes),
-                Work::OutOfRing => self.store.copy(host, ring, bytes),
+                Work::IntoRing => self.store.put(ring, host, bytes),
+                Work::OutOfRing => self.store.put(host, ring, bytes),
                 Work::Touch => touch(host),
             }
         }

@@ -27,9 +27,11 @@ pub enum Store {
     RepMovsb,
 }
 
-/// Shorter pieces are not worth the alignment and the fence.
+/// Shorter pieces are not worth the alignment, unless they are whole cache lines as they are.
 #[cfg(target_arch = "x86_64")]
 const NON_TEMPORAL_MIN_BYTES: usize = 1024;
+#[cfg(target_arch = "x86_64")]
+const CACHE_LINE: usize = 64;
 
 impl Store {
     /// What `wanted` (one of [`store`]) means on this CPU. Unknown numbers and CPUs without a fitting instruction get
@@ -89,8 +91,21 @@ impl Store {
     /// # Safety
     /// `from` must be readable and `to` writable for `bytes` bytes, and the two ranges must not overlap.
     pub unsafe fn copy(self, to: *mut u8, from: *const u8, bytes: usize) {
+        // SAFETY: the caller's ranges.
+        unsafe { self.put(to, from, bytes) };
+        self.fence();
+    }
+
+    /// The same for one piece of several: [`Store::fence`] comes after the last.
+    ///
+    /// # Safety
+    /// As [`Store::copy`].
+    pub(crate) unsafe fn put(self, to: *mut u8, from: *const u8, bytes: usize) {
         #[cfg(target_arch = "x86_64")]
-        if self != Self::Ordinary && bytes >= NON_TEMPORAL_MIN_BYTES {
+        if self != Self::Ordinary
+            && (bytes >= NON_TEMPORAL_MIN_BYTES
+                || (bytes | to.addr()).is_multiple_of(CACHE_LINE) && self != Self::RepMovsb)
+        {
             // SAFETY: the caller's ranges; a vector variant exists only where `from_plan` found its instructions.
             unsafe {
                 match self {
@@ -105,6 +120,15 @@ impl Store {
         // SAFETY: the caller's ranges.
         unsafe { to.copy_from_nonoverlapping(from, bytes) };
     }
+
+    /// What was put before is published by the next release store.
+    pub(crate) fn fence(self) {
+        #[cfg(target_arch = "x86_64")]
+        if matches!(self, Self::Avx512 | Self::Avx2 | Self::Sse2) {
+            // SAFETY: every x86-64 CPU has it.
+            unsafe { core::arch::x86_64::_mm_sfence() };
+        }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -117,7 +141,7 @@ mod x86 {
     /// Defines a copy whose body stores four aligned vectors non-temporally, with ordinary copies at both ends.
     macro_rules! non_temporal {
         ($name:ident, $features:literal, $vector:ty, $load:ident, $store:ident) => {
-            /// Copies with non-temporal stores and fences them.
+            /// Copies with non-temporal stores, which are still to be fenced.
             ///
             /// # Safety
             /// The CPU must have the instructions; `from` readable, `to` writable for `bytes` bytes, no overlap.
@@ -151,7 +175,11 @@ mod x86 {
                         $store(target.add(3).cast(), d);
                         at += 4 * WIDTH;
                     }
-                    _mm_sfence();
+                    while at + WIDTH <= bytes {
+                        _mm_prefetch::<_MM_HINT_NTA>(from.wrapping_add(at + AHEAD).cast());
+                        $store(to.add(at).cast(), $load(from.add(at).cast()));
+                        at += WIDTH;
+                    }
                     to.add(at)
                         .copy_from_nonoverlapping(from.add(at), bytes - at);
                 }
