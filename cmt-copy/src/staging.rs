@@ -37,6 +37,8 @@ pub(crate) const TAIL_BYTES: u64 = 1 << 20;
 const LINK_BYTES_A_NANOSECOND: u64 = 50;
 /// A DMA is enqueued so long before the link is thought to run dry.
 const LINK_LEAD: Duration = Duration::from_micros(4);
+/// How often the stream is asked whether it is done with what came before the copy.
+const ASK_WHAT_CAME_BEFORE_EVERY: Duration = Duration::from_micros(10);
 /// What one of several copies has in flight at most, whatever its plan says: the link serves what it was given in turn, so who had
 /// more in flight would get more of it.
 const SHARED_WINDOW_BYTES: u64 = 16 << 20;
@@ -88,7 +90,7 @@ impl Copy<'_> {
             Err(error) => return Outcome::Staged(error),
         };
         // SAFETY: the caller's promise; `open` gets the lane that this copy holds.
-        let result = unsafe { self.send(board) };
+        let result = unsafe { self.send(board, self.is_async || before.is_some()) };
         match result {
             Ok(Sent::All) if self.is_async => Outcome::Staged(code::SUCCESS),
             Ok(Sent::All) => match self.wait_for_all_but(self.tail, before) {
@@ -131,11 +133,12 @@ impl Copy<'_> {
         unsafe { self.stream.copy_rows(&copy) }
     }
 
-    /// Fills slots and sends them until all are on their way.
+    /// Fills slots and sends them until all are on their way. `is_behind`: the stream may have work from before, behind which
+    /// nothing is gained by sending what has come in so far, and every DMA more is paid for.
     ///
     /// # Safety
     /// As [`Copy::htod`].
-    unsafe fn send(&mut self, board: &Board) -> Result<Sent, Code> {
+    unsafe fn send(&mut self, board: &Board, mut is_behind: bool) -> Result<Sent, Code> {
         let slice = self.row.slice;
         let total = self.bytes.div_ceil(slice);
         let capacity = self.held.pinned.bytes() as u64;
@@ -148,6 +151,7 @@ impl Copy<'_> {
         let tail = self.tail;
         let sending = Sending::new(self.bytes, slice, self.row.slot, tail);
         let mut link_busy_until = None;
+        let mut asked_at = None;
         let (mut offered, mut done, mut sent) = (0, 0, 0);
         let mut patience = Patience::default();
         let mut arrived_before = self.held.arrived;
@@ -168,8 +172,19 @@ impl Copy<'_> {
             while done < offered && board.is_done(done) {
                 done += 1;
             }
-            let link_is_idle =
-                || link_busy_until.is_none_or(|until| Instant::now() + LINK_LEAD >= until);
+            let link_is_idle = || {
+                let now = Instant::now();
+                if link_busy_until.is_some_and(|until| now + LINK_LEAD < until) {
+                    return false;
+                }
+                // Later the stream is busy with this copy, too, and nobody can tell.
+                let ask_again = |at| now - at > ASK_WHAT_CAME_BEFORE_EVERY;
+                if is_behind && sent == 0 && asked_at.is_none_or(ask_again) {
+                    asked_at = Some(now);
+                    is_behind = self.stream.query(self.driver) == code::NOT_READY;
+                }
+                !is_behind
+            };
             let room = self.room(start + sent * slice);
             if let Some(end) = sending.end_of_slot(sent, done, room, link_is_idle)
                 && self.held.can_announce()

@@ -50,6 +50,27 @@ fn an_upload_that_fits_does_not_wait_for_a_busy_stream() {
 }
 
 #[test]
+fn behind_other_work_an_upload_is_not_sent_in_pieces() {
+    let context = Context::new();
+    let engine = mock::engine(mock::one_row(MIB, 64 * KIB, 8 * MIB, 2, 0), 2);
+    let stream = context.stream();
+    let bytes = MIB as usize;
+    let mut target = device(&context, bytes);
+    for seed in 0..20 {
+        let gate = stream.block();
+        let before = context.dma_calls.load(Ordering::Relaxed);
+        let outcome = within_30_s(|| upload(&engine, &mut target, bytes, stream.handle, seed));
+        assert_eq!(outcome, STAGED);
+        let calls = context.dma_calls.load(Ordering::Relaxed) - before;
+        assert_eq!(calls, 1, "copy {seed}");
+        gate.open();
+        stream.finish();
+        assert_eq!(target.wrong(seed), None);
+    }
+    engine.shutdown();
+}
+
+#[test]
 fn an_upload_that_does_not_fit_hands_its_rest_to_stock_and_does_not_wait() {
     let context = Context::new();
     let engine = mock::engine(mock::one_row(256 * KIB, 64 * KIB, MIB, 2, 0), 2);

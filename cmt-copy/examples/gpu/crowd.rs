@@ -138,7 +138,11 @@ pub fn print(gpu: &Gpu, cpus: u32, largest: usize, buffers: [*mut u8; 2]) {
                             .collect();
                         barrier.wait();
                         let start = Instant::now();
-                        std::thread::sleep(std::time::Duration::from_millis(1000));
+                        std::thread::sleep(std::time::Duration::from_millis(if bytes > 1 << 20 {
+                            1000
+                        } else {
+                            300
+                        }));
                         stop.store(true, Ordering::Relaxed);
                         counts = all
                             .into_iter()

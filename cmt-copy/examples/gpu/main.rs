@@ -1,22 +1,13 @@
 //! The engine on a real GPU, without hooks: checks every byte and what the engine assumes of the driver, then compares
 //! stock, staged and pinned copies.
 //!
-//! `cargo run --release -p cmt-copy --example gpu [calls|search|crowd|link|pair|rows|files] [LARGEST_MIB]`
+//! `cargo run --release -p cmt-copy --example gpu [calls|search|crowd|link|pair|rows|files|guard|flavours] [LARGEST_MIB]`
 //!
 //! `calls` prints what single calls of the driver cost, `search` looks for the best row by size and direction, `crowd`
 //! measures fresh destinations, CPU time and many threads, `link` what CPUs leave of the link's speed, `pair` two GPUs,
-//! `rows` rectangles, `files` mapped files.
+//! `rows` rectangles, `files` mapped files, `guard` what the guard costs, `flavours` (a)synchronous copies on idle and busy streams.
 //! Further arguments `SLOT SLICE RING THREADS STORE` (KiB, KiB, KiB) replace the default plan by one row.
 #![expect(unsafe_code, reason = "calls the CUDA driver directly")]
-
-mod calls;
-mod crowd;
-mod files;
-mod guard;
-mod link;
-mod pair;
-mod rows;
-mod search;
 
 use std::ffi::{CString, c_void};
 use std::time::Instant;
@@ -49,6 +40,16 @@ macro_rules! cuda {
         code
     }};
 }
+
+mod calls;
+mod crowd;
+mod files;
+mod flavours;
+mod guard;
+mod link;
+mod pair;
+mod rows;
+mod search;
 
 // SAFETY: addresses and handles, which the driver takes from any thread.
 unsafe impl Sync for Gpu {}
@@ -329,7 +330,7 @@ fn main() {
     let mut arguments = std::env::args().skip(1).peekable();
     let mode = arguments.next_if(|argument| {
         [
-            "calls", "search", "crowd", "link", "pair", "rows", "files", "guard",
+            "calls", "search", "crowd", "link", "pair", "rows", "files", "guard", "flavours",
         ]
         .contains(&argument.as_str())
     });
@@ -363,6 +364,9 @@ fn main() {
         Some("calls") => return calls::print(&gpu, host),
         Some("guard") => return guard::print(&gpu, cpus, [host, target.as_mut_ptr()]),
         Some("files") => return files::print(&gpu, cpus, host),
+        Some("flavours") => {
+            return flavours::print(&gpu, cpus, largest, [host, target.as_mut_ptr()]);
+        }
         Some("rows") => return rows::print(&gpu, cpus, host),
         Some("link") => return link::print(&gpu, host),
         Some("pair") => return pair::print(&gpu, cpus, largest),
