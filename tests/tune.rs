@@ -306,6 +306,19 @@ fn every_copy_of_a_candidate_is_staged() {
 }
 
 #[test]
+fn a_command_that_is_not_there_leaves_no_profile() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let place = Place::new();
+    let saved = place.path("profile.json");
+    let saved_name = saved.to_str().expect("a name");
+    let finished = finish(place.tune(&["--save", saved_name, "--", "no-such-program"]));
+    assert_eq!(finished.code, Some(127), "{finished:#?}");
+    assert!(!saved.exists(), "a profile that nothing was measured for");
+}
+
+#[test]
 fn ctrl_c_keeps_the_best_so_far_but_not_as_the_result() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;

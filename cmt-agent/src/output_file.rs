@@ -1,16 +1,18 @@
 //! Files that a command writes at its end and opens at its beginning: one that cannot be written is refused before anything
 //! else is done, and what it held stays until there is something to write.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 
-/// A file that will be written.
+/// A file that will be written. One that was made for this goes again when there is nothing to write.
 pub struct OutputFile {
-    file: File,
+    /// Until it is written.
+    file: Option<File>,
     path: PathBuf,
+    is_new: bool,
 }
 
 impl OutputFile {
@@ -19,25 +21,28 @@ impl OutputFile {
     /// # Errors
     /// When it cannot be written.
     pub fn open(path: &Path, untouched: &str) -> anyhow::Result<Self> {
-        let file = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(path)
+        let made = OpenOptions::new().write(true).create_new(true).open(path);
+        let is_new = made.is_ok();
+        let mut either = OpenOptions::new();
+        either.write(true).create(true).truncate(false);
+        let file = made
+            .or_else(|_| either.open(path))
             .with_context(|| format!("{} cannot be written; {untouched}", path.display()))?;
         Ok(Self {
-            file,
+            file: Some(file),
             path: path.to_owned(),
+            is_new,
         })
     }
 
     /// Empties it, to be written bit by bit.
-    pub fn begin(self) -> io::Result<File> {
+    pub fn begin(mut self) -> io::Result<File> {
+        let file = self.file.take().ok_or(io::ErrorKind::NotFound)?;
         // Pipes and devices have no length.
-        if self.file.metadata()?.is_file() {
-            self.file.set_len(0)?;
+        if file.metadata()?.is_file() {
+            file.set_len(0)?;
         }
-        Ok(self.file)
+        Ok(file)
     }
 
     /// Writes all of it.
@@ -49,10 +54,17 @@ impl OutputFile {
     }
 }
 
+impl Drop for OutputFile {
+    fn drop(&mut self) {
+        if self.is_new && self.file.is_some() {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs;
 
     #[test]
     fn what_a_file_held_stays_until_something_is_written() {
@@ -66,6 +78,12 @@ mod tests {
         let output = OutputFile::open(&path, "nothing was done").expect("it can be written");
         output.write("a page").expect("write");
         assert_eq!(held(&path), "a page");
+        let new = folder.path().join("new.json");
+        drop(OutputFile::open(&new, "nothing was done").expect("it can be made"));
+        assert!(!new.exists(), "nothing was written");
+        let output = OutputFile::open(&new, "nothing was done").expect("it can be made");
+        output.write("{}").expect("write");
+        assert_eq!(held(&new), "{}");
         let device =
             OutputFile::open(Path::new("/dev/null"), "nothing was done").expect("a device");
         device.write("a page").expect("write");

@@ -84,7 +84,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         or_estimate: !args.command.is_empty(),
         quiet: args.quiet,
     })?;
-    if let Some(save) = save {
+    if let Some(save) = save.filter(|_| is_there) {
         save.write(&tuned.file.to_text())?;
     }
     if let Some(signals) = signals {
