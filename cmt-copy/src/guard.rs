@@ -1,8 +1,8 @@
 //! The guard: now and then a copy of a size class goes to stock and is timed, as is a staged one. A class that loses goes to
 //! stock for a while, then is tried again.
 //!
-//! Only linear copies are judged whose calls come back when their bytes are where they belong: synchronous ones and DtoH, on
-//! idle streams.
+//! Only linear copies on idle streams are judged, by what the caller feels: how long the call takes. Behind other work an
+//! asynchronous HtoD comes back at once or when the stream is done, and both say nothing of the copier.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};

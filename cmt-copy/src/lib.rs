@@ -271,7 +271,7 @@ impl Engine {
             row = row.in_whole_rows(lie.ring_pitch);
             rows = Some(lie);
         }
-        let is_judged = (!is_async || sides.to_host) && rows.is_none();
+        let is_judged = rows.is_none();
         let is_idle = || stream.query(&self.driver) == driver::code::SUCCESS;
         let turn = match self.guard.as_ref().filter(|_| is_judged) {
             Some(guard) => guard.turn(sides.to_host, wish.bytes, is_idle),
