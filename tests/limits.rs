@@ -78,6 +78,19 @@ fn no_more_threads_allowed() {
 }
 
 #[test]
+fn thread_local_variables_that_fill_small_stacks() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let mut command = Victim::command("victim-drv");
+    command.args(["--threads", "2", "--bytes", "64K,4M"]);
+    command.env("LD_PRELOAD", built().folder.join("libvariables.so"));
+    let mut victim = Victim::spawn(command);
+    cycles(&mut victim, 5);
+    assert_eq!(victim.stop()["mismatches"], 0);
+}
+
+#[test]
 fn no_more_descriptors_allowed() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;

@@ -163,6 +163,12 @@ impl Copy<'_> {
                 arrived_before = arrived;
                 patience.reset();
             }
+            // Room in the ring comes back in quarters, also where the window has become smaller since something was sent. Each
+            // announcement takes the GPU as long as 100 KB.
+            let is_due = self.held.unannounced() >= window.min(capacity) / 4;
+            if is_due && self.held.can_announce() {
+                self.held.announce(self.driver, self.stream)?;
+            }
             let free_to = (arrived.max(start) + window).min(arrived + capacity);
             let fits = total.min(free_to.saturating_sub(start) / slice);
             if fits > offered {
@@ -192,11 +198,9 @@ impl Copy<'_> {
                 // SAFETY: the slices of this slot are in the ring and stay until the slot has arrived.
                 unsafe { self.enqueue(start, sent, end, true)? };
                 let (left_before, left) = ((total - sent) * slice, (total - end) * slice);
-                // Room in the ring comes back in quarters; the tail is let go of with what came before it announced. Each
-                // announcement takes the GPU as long as 100 KB.
+                // The tail is let go of with what came before it announced.
                 let tail_begins = left_before > tail && left <= tail;
-                let announce_at = window.min(capacity) / 4;
-                if self.held.unannounced() >= announce_at || tail_begins || left == 0 {
+                if tail_begins || left == 0 {
                     self.held.announce(self.driver, self.stream)?;
                 }
                 if left > 0 {
@@ -369,11 +373,11 @@ impl Copy<'_> {
         }
     }
 
-    /// Bytes that may be in flight.
+    /// Bytes that may be in flight. What must not wait has all of its ring.
     fn window(&self) -> u64 {
-        match self.lanes.crew.copies() {
-            0 | 1 => self.row.ring,
-            _ => self.row.ring.min(SHARED_WINDOW_BYTES),
+        match self.may_wait && self.lanes.crew.copies() > 1 {
+            true => self.row.ring.min(SHARED_WINDOW_BYTES),
+            false => self.row.ring,
         }
     }
 

@@ -30,7 +30,7 @@ pub enum Store {
 /// Shorter pieces are not worth the alignment, unless they are whole cache lines as they are.
 #[cfg(target_arch = "x86_64")]
 const NON_TEMPORAL_MIN_BYTES: usize = 1024;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", test))]
 const CACHE_LINE: usize = 64;
 
 impl Store {
@@ -233,12 +233,15 @@ mod tests {
             .collect();
         for store in Store::all() {
             for bytes in [
-                0, 1, 63, 64, 511, 1023, 1024, 1025, 2047, 4096, 4097, 8000, 8191,
+                0, 1, 63, 64, 128, 192, 511, 512, 960, 1023, 1024, 1025, 2047, 4096, 4097, 8000,
+                8191,
             ] {
                 for (to_offset, from_offset) in
                     [(0, 0), (1, 0), (0, 1), (31, 7), (64, 63), (63, 64)]
                 {
-                    let mut target = vec![GUARD; 9000];
+                    let mut target = vec![GUARD; 9000 + CACHE_LINE];
+                    let aligned = target.as_ptr().align_offset(CACHE_LINE);
+                    let target = &mut target[aligned..aligned + 9000];
                     // SAFETY: both offsets plus `bytes` are below 9000.
                     unsafe {
                         store.copy(

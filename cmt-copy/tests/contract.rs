@@ -141,7 +141,7 @@ fn an_upload_for_which_stock_waits_too_goes_on_when_the_stream_does() {
 #[test]
 fn of_two_uploads_the_second_has_less_in_flight_than_a_ring() {
     let context = Context::new();
-    let engine = mock::engine(mock::one_row(MIB, 256 * KIB, 64 * MIB, 2, 0), 2);
+    let engine = mock::engine(mock::one_row(256 * KIB, 256 * KIB, 64 * MIB, 2, 0), 2);
     let bytes = 80 << 20;
     let in_flight = || context.dma_calls.load(Ordering::Relaxed);
     let settled = |more_than: u32| {
@@ -182,6 +182,61 @@ fn of_two_uploads_the_second_has_less_in_flight_than_a_ring() {
     for (_, target, stream) in &streams {
         stream.finish();
         assert_eq!(target.wrong(3), None);
+    }
+    engine.shutdown();
+}
+
+/// Alone it has 64 MiB in flight, of which the last 15 are not announced yet when it may have 16 only.
+#[test]
+fn an_upload_that_another_joins_goes_on() {
+    let context = Context::new();
+    let engine = mock::engine(mock::one_row(4 * MIB, 64 * KIB, 64 * MIB, 1, 0), 1);
+    let streams = [context.stream(), context.stream()];
+    for stream in &streams {
+        stream.dawdle_us.store(0, Ordering::Relaxed);
+    }
+    let bytes = 100 << 20;
+    let mut targets = [device(&context, bytes), device(&context, bytes)];
+    // The ring is as long as it gets.
+    let outcome = upload(&engine, &mut targets[0], 1 << 20, streams[0].handle, 0);
+    assert_eq!(outcome, STAGED);
+    streams[0].finish();
+    let gates = streams.each_ref().map(|stream| stream.block());
+    let is_over = AtomicBool::new(false);
+    let (context, engine) = (&context, &engine);
+    let [first, second] = &mut targets;
+    let start = |target: &mut Memory, stream: usize| {
+        context.make_current();
+        assert_eq!(upload(engine, target, bytes, stream, 5), STAGED);
+    };
+    std::thread::scope(|scope| {
+        let joined = scope.spawn(|| start(first, streams[0].handle));
+        std::thread::sleep(Duration::from_millis(500));
+        scope.spawn(|| start(second, streams[1].handle));
+        std::thread::sleep(Duration::from_millis(300));
+        // Somebody keeps its stream busy, which never says that all is done, though it gets on.
+        scope.spawn(|| {
+            let mut queued = std::collections::VecDeque::from([streams[0].block()]);
+            while !is_over.load(Ordering::Relaxed) {
+                queued.push_back(streams[0].block());
+                std::thread::sleep(Duration::from_millis(2));
+                queued.pop_front().expect("one is queued").open();
+            }
+            queued.iter().for_each(|gate| gate.open());
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        gates[0].open();
+        within_30_s(|| {
+            while !joined.is_finished() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        is_over.store(true, Ordering::Relaxed);
+        gates[1].open();
+    });
+    for (target, stream) in targets.iter().zip(&streams) {
+        stream.finish();
+        assert_eq!(target.wrong(5), None);
     }
     engine.shutdown();
 }

@@ -23,8 +23,9 @@ use crate::route;
 /// Longest that a DISABLE waits for calls in flight; the host gives up a little earlier.
 const DRAIN_LIMIT: Duration = Duration::from_secs(61);
 
-/// Stack of the control thread.
-const STACK_BYTES: usize = 256 << 10;
+/// Stack of the control thread, which uses 100 KiB of it; glibc takes the program's thread-local variables out of it, too. What is not
+/// touched costs address space only. The smaller one is for programs that have little of that.
+const STACK_BYTES: [usize; 2] = [4 << 20, 256 << 10];
 
 /// Starts the control thread; false if none can be had.
 pub fn start(control: &'static Control) -> bool {
@@ -64,7 +65,6 @@ pub fn spawn(begin: impl FnOnce() -> Option<(&'static Control, u32)> + Send + 's
     unsafe {
         let has_attributes = libc::pthread_attr_init(attributes.as_mut_ptr()) == 0;
         if has_attributes {
-            libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), STACK_BYTES);
             libc::pthread_attr_setdetachstate(
                 attributes.as_mut_ptr(),
                 libc::PTHREAD_CREATE_DETACHED,
@@ -72,8 +72,11 @@ pub fn spawn(begin: impl FnOnce() -> Option<(&'static Control, u32)> + Send + 's
         }
         let started = has_attributes
             && signals::blocked(|| {
-                let (thread, begin) = (thread.as_mut_ptr(), begin.cast::<c_void>());
-                libc::pthread_create(thread, attributes.as_ptr(), run, begin) == 0
+                STACK_BYTES.into_iter().any(|bytes| {
+                    libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), bytes);
+                    let (thread, begin) = (thread.as_mut_ptr(), begin.cast::<c_void>());
+                    libc::pthread_create(thread, attributes.as_ptr(), run, begin) == 0
+                })
             });
         if has_attributes {
             libc::pthread_attr_destroy(attributes.as_mut_ptr());
@@ -92,10 +95,12 @@ extern "C" fn run(begin: *mut c_void) -> *mut c_void {
         libc::prctl(libc::PR_SET_NAME, c"cmt-control".as_ptr());
         Box::from_raw(begin.cast::<Begin>())
     };
-    let block = catch_unwind(AssertUnwindSafe(*begin));
-    if let Some((control, seen)) = block.ok().flatten() {
-        serve(control, seen);
-    }
+    // What a panic leaves is nothing that anybody looks at again.
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        if let Some((control, seen)) = begin() {
+            serve(control, seen);
+        }
+    }));
     null_mut()
 }
 

@@ -32,6 +32,7 @@ build() {
     build victim-own-mallocs mallocs.c copying.c options.c api_driver.c -L"$libs" -lcuda -DOWN_ALLOCATOR \
         -fno-builtin-malloc
     build libconfine.so confine.c -shared -fPIC
+    build libvariables.so variables.c -shared -fPIC
     build victim-contain contain.c
     build victim-kinds kinds.c -L"$libs" -lcuda
     build libevery.so every.c -DLIBRARY -shared -fPIC -fno-ipa-icf

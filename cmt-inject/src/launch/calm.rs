@@ -4,7 +4,7 @@
 use core::ffi::c_int;
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsRawFd as _, IntoRawFd as _};
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
@@ -39,7 +39,8 @@ pub fn within<T>(work: impl FnOnce() -> T) -> Option<T> {
     result
 }
 
-/// Files in the place of standard descriptors that are closed, so that none that is opened meanwhile becomes one of those.
+/// Files in the place of standard descriptors that are closed, so that none that is opened meanwhile becomes one of those. They
+/// can no more be read or written than those can, and none that a program has there is alike.
 pub struct StandardDescriptors(Vec<(File, u64)>);
 
 impl StandardDescriptors {
@@ -48,7 +49,10 @@ impl StandardDescriptors {
         let mut kept = Vec::new();
         // SAFETY: asks for flags of a descriptor, which may be none.
         while (0..=2).any(|fd| unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0) {
-            let file = OpenOptions::new().read(true).write(true).open("/dev/null");
+            let file = OpenOptions::new()
+                .read(true)
+                .custom_flags(libc::O_PATH)
+                .open("/");
             match file {
                 Ok(file) if file.as_raw_fd() <= 2 => {
                     let inode = inode(&file);

@@ -171,7 +171,7 @@ pub fn begin() -> bool {
         return false;
     };
     // A program that has confined itself since then may be killed for whatever we do.
-    if !calm::has_the_same_mode() {
+    if calm::within(calm::has_the_same_mode) != Some(true) {
         TEMPLATE.store(std::ptr::null_mut(), Ordering::Release);
         return false;
     }
@@ -195,6 +195,9 @@ pub fn begin() -> bool {
             // The block is new: nobody has given a command.
             block.map(|block| (block, 0))
         });
+        if !started {
+            TEMPLATE.store(std::ptr::null_mut(), Ordering::Release);
+        }
         let deadline = Instant::now() + PATIENCE;
         while started && PROGRESS.load(Ordering::Acquire) == BEGINNING {
             let left = deadline.saturating_duration_since(Instant::now());
