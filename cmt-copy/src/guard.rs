@@ -10,9 +10,12 @@ use std::time::{Duration, Instant};
 use cmt_common::control::{SIZE_CLASSES, size_class};
 
 /// One of so many copies of a class goes to stock, and one is timed, until there are enough of them, and later. Both at the
-/// same rate, so that both sides' times are of the same while.
+/// same rate, so that both sides' times are of the same while. Short copies, which stock may win, are judged sooner; a long one that
+/// goes to stock costs much.
+const SHORT_EVERY: u32 = 32;
 const EVERY: u32 = 256;
 const LATER_EVERY: u32 = 2048;
+const SHORT_BELOW_BYTES: u64 = 4 << 20;
 /// The last so many times of a class are compared, by their medians.
 const SAMPLES: usize = 8;
 /// A class is judged by so many of either side's times.
@@ -83,7 +86,7 @@ impl Times {
 
 impl Class {
     /// The turn of the next copy. Which copies are chosen has no pattern that a program's own could meet.
-    fn next(&self) -> (Turn, u32) {
+    fn next(&self, bytes: u64) -> (Turn, u32) {
         let owed = self.owed.load(Ordering::Relaxed);
         if owed > 0 {
             let turn = match owed.is_multiple_of(2) {
@@ -94,7 +97,8 @@ impl Class {
         }
         let number = self.copies.fetch_add(1, Ordering::Relaxed);
         let dice = number.wrapping_mul(0x9E37_79B1) >> 16;
-        let every = match self.stock.count() < ENOUGH {
+        let every = match self.stock.count().min(self.staged.count()) < ENOUGH {
+            true if bytes < SHORT_BELOW_BYTES => SHORT_EVERY,
             true => EVERY,
             false => LATER_EVERY,
         };
@@ -145,7 +149,7 @@ impl Guard {
             class.staged.count.store(0, Ordering::Relaxed);
             class.off_until_ms.store(0, Ordering::Relaxed);
         }
-        let (turn, tries) = class.next();
+        let (turn, tries) = class.next(bytes);
         if turn == Turn::Stage {
             return turn;
         }
@@ -210,7 +214,7 @@ mod tests {
     #[test]
     fn a_class_that_wins_is_hardly_disturbed() {
         let guard = Guard::new();
-        assert!((2..=8).contains(&run(&guard, 1024, 30, 90)));
+        assert!((2..=8).contains(&run(&guard, 256, 30, 90)));
         let later = run(&guard, 64 * 1024, 30, 90);
         assert!((16..=64).contains(&later), "{later}");
         assert!(run(&guard, 64 * 1024, 31, 30) <= 64, "noise");
@@ -222,7 +226,7 @@ mod tests {
     #[test]
     fn a_class_that_loses_goes_to_stock_and_no_other_does() {
         let guard = Guard::new();
-        run(&guard, 4096, 90, 30);
+        run(&guard, 512, 90, 30);
         assert_eq!(guard.turn(false, MIB, || true), Turn::Lost);
         assert_eq!(run(&guard, 100, 90, 30), 100);
         assert_ne!(guard.turn(false, 2 * MIB, || true), Turn::Lost);
@@ -250,7 +254,7 @@ mod tests {
             };
             assert_eq!(guard.turn(true, MIB, busy), Turn::Stage);
         }
-        assert!((100..=700).contains(&asked), "{asked}");
+        assert!((1000..=2000).contains(&asked), "{asked}");
         // Every second one, as where each download follows an upload that is still on its way.
         let mut taken = 0;
         for number in 0..4096 {
