@@ -5,10 +5,10 @@ use std::ffi::{CStr, c_void};
 use std::time::Instant;
 
 use cmt_copy::plan::estimate;
-use cmt_copy::{Engine, Outcome, Request};
+use cmt_copy::{Engine, Outcome};
 
 use crate::crowd::{map, median};
-use crate::{DTOH, DTOH_ASYNC, Gpu, HTOD, HTOD_ASYNC, symbol};
+use crate::{DTOH, Gpu, HTOD, symbol};
 
 /// A kernel that runs for so many nanoseconds.
 const SPIN: &CStr = c"
@@ -143,12 +143,11 @@ fn in_turns(
                 // SAFETY: our mapping, and a source that is as long.
                 unsafe { host.copy_from_nonoverlapping(buffers[0], kind.bytes) };
             }
-            let stream = if kind.is_async { gpu.stream } else { 0 };
             if kind.is_busy {
-                spin.launch(stream);
+                spin.launch(if kind.is_async { gpu.stream } else { 0 });
             }
             let start = Instant::now();
-            copy(gpu, (who == 1).then_some(engine), kind, host, stream);
+            copy(gpu, (who == 1).then_some(engine), kind, host);
             let returned = start.elapsed();
             gpu.wait();
             let idle = start.elapsed();
@@ -168,30 +167,14 @@ fn in_turns(
 }
 
 /// By the engine, where it takes the copy, else by stock.
-fn copy(gpu: &Gpu, engine: Option<&Engine>, kind: Kind, host: *mut u8, stream: usize) {
+fn copy(gpu: &Gpu, engine: Option<&Engine>, kind: Kind, host: *mut u8) {
     let Kind {
         to_host,
         is_async,
         bytes,
         ..
     } = kind;
-    let function = match (to_host, is_async) {
-        (false, false) => HTOD,
-        (true, false) => DTOH,
-        (false, true) => HTOD_ASYNC,
-        (true, true) => DTOH_ASYNC,
-    };
-    let (dst, src) = match to_host {
-        true => (host as u64, gpu.device),
-        false => (gpu.device, host as u64),
-    };
-    let request = Request {
-        function,
-        dst,
-        src,
-        bytes,
-        stream,
-    };
+    let request = gpu.request(to_host, is_async, host, bytes, 0);
     // SAFETY: both ranges are as long as the copy.
     match engine.map(|engine| unsafe { engine.copy(&request) }) {
         Some(Outcome::Staged(code)) => return assert_eq!(code, 0),
@@ -207,10 +190,11 @@ fn copy(gpu: &Gpu, engine: Option<&Engine>, kind: Kind, host: *mut u8, stream: u
     };
     let address = symbol(gpu.library, name);
     // SAFETY: cuda.h's signature; both ranges are as long as the copy.
-    let code = unsafe {
-        core::mem::transmute::<u64, unsafe extern "C" fn(u64, u64, usize, usize) -> i32>(address)(
-            dst, src, bytes, stream,
-        )
-    };
+    let code =
+        unsafe {
+            core::mem::transmute::<u64, unsafe extern "C" fn(u64, u64, usize, usize) -> i32>(
+                address,
+            )(request.dst, request.src, bytes, request.stream)
+        };
     assert_eq!(code, 0);
 }

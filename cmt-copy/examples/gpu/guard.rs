@@ -3,9 +3,9 @@
 use std::time::Instant;
 
 use cmt_common::control::PassReason;
-use cmt_copy::{Engine, Outcome, Request};
+use cmt_copy::{Engine, Outcome};
 
-use super::{DTOH, Gpu, HTOD};
+use super::Gpu;
 
 /// Copies of one turn; stock makes one of 256 of them at first, and one of 2048 later.
 const COPIES: usize = 1024;
@@ -48,17 +48,7 @@ pub fn print(gpu: &Gpu, cpus: u32, buffers: [*mut u8; 2]) {
 
 /// As a hook does it; true if it was stock's turn.
 fn copy(gpu: &Gpu, engine: &Engine, to_host: bool, host: *mut u8, bytes: usize) -> bool {
-    let (function, dst, src) = match to_host {
-        true => (DTOH, host as u64, gpu.device),
-        false => (HTOD, gpu.device, host as u64),
-    };
-    let request = Request {
-        function,
-        dst,
-        src,
-        bytes,
-        stream: 0,
-    };
+    let request = gpu.request(to_host, false, host, bytes, 0);
     // SAFETY: both ranges are as long as the largest copy.
     match unsafe { engine.copy(&request) } {
         Outcome::Staged(code) => assert_eq!(code, 0),

@@ -132,27 +132,39 @@ impl Gpu {
         assert_eq!(code, 0);
     }
 
-    /// The staged copy; with `is_async` on a stream of its own, then synchronised.
-    fn staged(&self, engine: &Engine, to_host: bool, is_async: bool, host: *mut u8, bytes: usize) {
+    /// A copy between `host` and the device memory from `offset` on; with `is_async` on a stream of its own.
+    fn request(
+        &self,
+        to_host: bool,
+        is_async: bool,
+        host: *mut u8,
+        bytes: usize,
+        offset: usize,
+    ) -> Request {
         let function = match (to_host, is_async) {
             (false, false) => HTOD,
             (true, false) => DTOH,
             (false, true) => HTOD_ASYNC,
             (true, true) => DTOH_ASYNC,
         };
+        let (host, device) = (host as u64, self.device + offset as u64);
         let (dst, src) = if to_host {
-            (host as u64, self.device)
+            (host, device)
         } else {
-            (self.device, host as u64)
+            (device, host)
         };
-        let stream = if is_async { self.stream } else { 0 };
-        let request = Request {
+        Request {
             function,
             dst,
             src,
             bytes,
-            stream,
-        };
+            stream: if is_async { self.stream } else { 0 },
+        }
+    }
+
+    /// The staged copy; where it is asynchronous, then synchronised.
+    fn staged(&self, engine: &Engine, to_host: bool, is_async: bool, host: *mut u8, bytes: usize) {
+        let request = self.request(to_host, is_async, host, bytes, 0);
         // SAFETY: both ranges are as long as the largest copy.
         let outcome = unsafe { engine.copy(&request) };
         assert_eq!(outcome, Outcome::Staged(0), "{request:?}");
@@ -189,19 +201,7 @@ impl Gpu {
         bytes: usize,
         offset: usize,
     ) {
-        let device = self.device + offset as u64;
-        let (function, dst, src) = if to_host {
-            (DTOH, host as u64, device)
-        } else {
-            (HTOD, device, host as u64)
-        };
-        let request = Request {
-            function,
-            dst,
-            src,
-            bytes,
-            stream: 0,
-        };
+        let request = self.request(to_host, false, host, bytes, offset);
         // SAFETY: both ranges lie within the buffers.
         match unsafe { engine.copy(&request) } {
             Outcome::Staged(code) => assert_eq!(code, 0),
@@ -299,13 +299,7 @@ fn busy(gpu: &Gpu, engine: &Engine, host: *mut u8, largest: usize) {
             assert_eq!(code, 0);
             let start = Instant::now();
             if staged == 1 {
-                let request = Request {
-                    function: HTOD_ASYNC,
-                    dst: gpu.device,
-                    src: host as u64,
-                    bytes,
-                    stream: gpu.stream,
-                };
+                let request = gpu.request(false, true, host, bytes, 0);
                 // SAFETY: both ranges are as long as the largest copy.
                 let outcome = unsafe { engine.copy(&request) };
                 assert_eq!(outcome, Outcome::Staged(0));
