@@ -7,7 +7,7 @@ use cmt_tests::{
 };
 
 use crate::alone;
-use crate::place::{BYTES, OTHER, Place, as_user, open_to_all, run, settled};
+use crate::place::{BYTES, OTHER, Place, as_user, limited, open_to_all, run, settled};
 
 const TRACING: [&str; 3] = ["bpf", "perfmon", "sys_ptrace"];
 const LISTEN: [&str; 3] = ["serve", "--listen", "127.0.0.1:0"];
@@ -37,7 +37,7 @@ fn each_is_needed(place: &Place, capabilities: &[&str], args: &[&str]) {
             .copied()
             .filter(|one| one != lacking)
             .collect();
-        let refused = run(place.cmt(&others, &[&LISTEN, args].concat()));
+        let refused = run(limited(&place.cmt(&others, &[&LISTEN, args].concat())));
         let said = format!(": CAP_{} missing; run it as root", lacking.to_uppercase());
         assert_eq!(refused.code, Some(1), "without {lacking}: {refused:#?}");
         assert!(

@@ -11,11 +11,10 @@ use cmt_tests::{
 };
 
 use crate::alone;
-use crate::place::{Place, open_to_all, run, settled};
+use crate::place::{Place, limited, open_to_all, run, settled};
 use crate::serve::named;
 
-const SYSTEMD: &str = "/lib/systemd/systemd";
-const NEEDED: [(&str, &str); 1] = [(SYSTEMD, "systemd")];
+const NEEDED: [(&str, &str); 1] = [("/lib/systemd/systemd", "systemd")];
 
 /// Runs the unit in `$1`, which becomes `/run/cmt`, and tells on stderr what it says. Both end together, however they do.
 const START: &str = r#"
@@ -39,12 +38,12 @@ sh -c 'echo $$ > $0/cgroup.procs && exec env -i "$@"' $group \
     /lib/systemd/systemd --user --unit=cmt-serve.service > /dev/null 2>&1 &
 manager=$!
 end() {
-    [ -d $group ] && kill $manager
+    [ -d $group ] && kill $manager 2> /dev/null
     tail --pid=$manager --sleep-interval=0.02 --follow /dev/null
     find $group -depth -type d -exec rmdir {} +
 }
 { tail --pid=$$ --sleep-interval=0.05 --follow /dev/null; end; } > /dev/null 2>&1 &
-{ cat /run/said >&2; kill $manager; } &
+{ cat /run/said >&2; kill $manager 2> /dev/null; } &
 trap 'kill $manager' TERM
 wait $manager
 wait $manager
@@ -107,7 +106,7 @@ fn the_unit_counts() {
 }
 
 #[test]
-fn the_unit_attaches_with_what_the_drop_in_adds_and_not_without_any_of_it() {
+fn the_unit_attaches_with_what_the_drop_in_adds_and_with_no_less() {
     let Some(_turn) = require_packages(Rung::StandIn, &NEEDED) else {
         return;
     };
@@ -115,28 +114,34 @@ fn the_unit_attaches_with_what_the_drop_in_adds_and_not_without_any_of_it() {
     let place = Place::new();
     let (mut victim, workload) = named(&place, "un-act", &[]);
     let policy = place.path("policy.yml");
-    let rule = format!("{{workload: {workload}, min_gain: 0, observe: 1s}}");
+    // More than any thread can gain, so that it is taken back, too.
+    let rollback = "rollback: {after: 5s, min_gain: 61}";
+    let rule = format!("{{workload: {workload}, min_gain: 0, observe: 1s, {rollback}}}");
     fs::write(&policy, format!("mode: attach\nrules: [{rule}]\n")).expect("write");
     open_to_all(&policy);
     let before = settled(&victim);
 
     let drop_in = example("cmt-serve.service.d/policy.conf");
-    let without = |word: &str| {
-        assert!(drop_in.contains(word), "{drop_in}");
-        unit(&place, &[&drop_in.replace(word, "")])
+    let added = |key: &str| -> Vec<&str> {
+        let values = drop_in.lines().filter_map(|line| line.strip_prefix(key));
+        values.flat_map(str::split_whitespace).collect()
     };
-    let refused = run(without("CAP_DAC_OVERRIDE"));
-    let said = "CAP_DAC_OVERRIDE missing";
-    assert!(refused.stderr.contains(said), "{refused:#?}");
-    for call in ["ptrace", " pidfd_getfd"] {
-        let serve = Serve::spawn(without(call)).ready();
-        let failed = ["action=\"attach_failed\""];
-        until("it is refused", || {
-            serve.scrape().sum("cmt_policy_actions_total", &failed) > 0.0
-        });
+    for capability in added("CapabilityBoundingSet=") {
+        // Which the unit has anyway: nothing at all would take that away, too.
+        let less = drop_in.replace(capability, "CAP_BPF");
+        let refused = run(limited(&unit(&place, &[&less])));
+        let said = format!(": {capability} missing;");
+        assert!(refused.stderr.contains(&said), "{refused:#?}");
+        victim.assert_untouched(&before);
+    }
+    for call in added("SystemCallFilter=") {
+        let less = drop_in.replace(call, "bpf");
+        let serve = Serve::spawn(unit(&place, &[&less])).ready();
+        let done = || serve.scrape().sum("cmt_policy_actions_total", &[]);
+        until("something is done", || done() > 0.0);
         let (_, said, _) = serve.end(libc::SIGTERM);
-        let why = "Operation not permitted";
-        assert!(said.contains(why), "without {call}: {said}");
+        let refused = said.contains(": attach_failed: ") && said.contains("not permitted");
+        assert!(refused, "without {call}: {said}");
         victim.assert_untouched(&before);
     }
 
@@ -149,9 +154,14 @@ fn the_unit_attaches_with_what_the_drop_in_adds_and_not_without_any_of_it() {
         assert_eq!(actions("attach_failed"), 0.0);
         actions("attach") > 0.0
     });
+    let state = || {
+        let status = cmt(["status", &victim.pid.to_string(), "--json"]).json();
+        status["processes"][0]["state"].clone()
+    };
+    assert_eq!(state(), "attached");
     wait_until_staged(&victim);
-    let status = cmt(["status", &victim.pid.to_string(), "--json"]).json();
-    assert_eq!(status["processes"][0]["state"], "attached", "{status}");
+    until("it is detached", || actions("rollback") > 0.0);
+    assert_eq!(state(), "detached");
     drop(serve);
     assert_eq!(victim.stop()["mismatches"], 0);
 }
