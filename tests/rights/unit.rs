@@ -1,6 +1,6 @@
 //! `cmt serve` as systemd starts it by the files in `examples/systemd`, with all that they take away from it.
 //!
-//! A manager of its own reads them, with a `/run` and a cgroup that are gone with it, so it does not matter what started this
+//! A manager of its own reads them, with a `/run`, a `/tmp` and a cgroup that are gone with it, so it does not matter what started this
 //! machine. Process ids are the machine's. `MemoryMax=` and `TasksMax=` have an effect only where the cgroup has these controllers.
 
 use std::fs;
@@ -25,6 +25,9 @@ mkdir -p /run/cmt /run/user /run/systemd/system /run/systemd/inaccessible/dir
 touch /run/systemd/inaccessible/reg
 mknod /run/systemd/inaccessible/chr c 0 0
 mount --bind "$1" /run/cmt
+# Where it makes those for PrivateTmp=.
+mount -t tmpfs tmpfs /tmp
+mount -t tmpfs tmpfs /var/tmp
 # For the manager's last step, too, when the folder may be gone.
 cp -r /run/cmt/units /run/units
 mkfifo /run/said
