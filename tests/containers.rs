@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use cmt_tests::{Rung, Victim, attach, built, cycles, require};
+use cmt_tests::{Finished, Rung, Victim, attach, built, cmt_command, cycles, require};
 
 /// A folder that holds a copying program, what it needs to run, and nothing else.
 struct Root {
@@ -190,5 +190,36 @@ fn no_proc_inside_and_no_more_descriptors_allowed() {
         );
     }
     assert!(refused > 3, "{refused}");
+    assert_eq!(victim.stop()["mismatches"], 0);
+}
+
+/// As in pods: `cmt` is in a cgroup namespace, from which the target's cgroup cannot be seen but from within.
+#[test]
+fn a_quota_beyond_our_cgroup_namespace_counts() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let limited = "mount -t tmpfs tmpfs /sys/fs/cgroup && echo 100000 100000 > /sys/fs/cgroup/cpu.max && exec \"$@\"";
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", limited, "sh"]);
+    command.arg(built().victim("victim-drv"));
+    command.env("LD_LIBRARY_PATH", &built().folder);
+    let mut victim = Victim::spawn(command);
+    let before = victim.footprint();
+
+    let elsewhere = "root=/sys/fs/cgroup && mount -t cgroup2 cgroup2 $root && group=$root/cmt-tests-$$ && mkdir $group || exit 9
+        echo $$ > $group/cgroup.procs && unshare --cgroup \"$@\"
+        code=$?
+        echo $$ > $root/cgroup.procs && rmdir $group
+        exit $code";
+    let pid = victim.pid.to_string();
+    let cmt = cmt_command(["attach", &pid, "--before", "0s", "--after", "0s"]);
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", elsewhere, "sh"]);
+    command.arg(cmt.get_program()).args(cmt.get_args());
+    let refused = Finished::from(command.output().expect("run unshare"));
+    let sentence = refused.refusal();
+    assert!(sentence.contains("may use 1 CPUs"), "{sentence}");
+    victim.assert_untouched(&before);
     assert_eq!(victim.stop()["mismatches"], 0);
 }

@@ -1,12 +1,13 @@
 //! What lies in `examples/` is checked by the tools that read it.
 
 use std::fs;
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cmt_tests::{Prometheus, Rung, free_port, require_packages, target, workspace};
+use cmt_tests::{Prometheus, Rung, cmt, free_port, require, require_packages, target, workspace};
 use serde_json::Value;
 
 fn examples(folder: &str) -> PathBuf {
@@ -46,26 +47,52 @@ fn promtool_accepts_the_configuration_and_the_rules_do_what_they_say() {
 }
 
 #[test]
-fn systemd_accepts_the_unit_and_finds_it_confined() {
+fn systemd_accepts_the_unit_and_its_drop_in_and_finds_it_confined() {
     let needed = [("systemd-analyze", "systemd")];
     let Some(_turn) = require_packages(Rung::Fleet, &needed) else {
         return;
     };
-    // Verification wants the program to be there.
     let folder = tempfile::tempdir().expect("a folder");
-    let unit = fs::read_to_string(examples("systemd").join("cmt-serve.service")).expect("the unit");
-    assert!(
-        unit.contains("ExecStart=/usr/local/bin/cmt serve"),
-        "{unit}"
-    );
+    fs::create_dir(folder.path().join("cmt-serve.service.d")).expect("a folder");
     let path = folder.path().join("cmt-serve.service");
-    fs::write(&path, unit.replace("/usr/local/bin/cmt", "/bin/true")).expect("written");
     let path = path.to_str().expect("a path");
-    let said = check("systemd", "systemd-analyze", &["verify", path]);
-    assert_eq!(said, "");
-    // Exposure from 0 to 10, here in tenths; five capabilities, root and bpf(2) take 2.9 of it.
-    let threshold = ["security", "--offline=true", "--threshold=30", path];
-    check("systemd", "systemd-analyze", &threshold);
+    for name in ["cmt-serve.service", "cmt-serve.service.d/policy.conf"] {
+        let text = fs::read_to_string(examples("systemd").join(name)).expect("an example");
+        assert!(
+            text.contains("ExecStart=/usr/local/bin/cmt serve"),
+            "{text}"
+        );
+        // Verification wants the program to be there.
+        let text = text.replace("/usr/local/bin/cmt", "/bin/true");
+        fs::write(folder.path().join(name), text).expect("written");
+        let said = check("systemd", "systemd-analyze", &["verify", path]);
+        assert_eq!(said, "", "{name}");
+        // Exposure from 0 to 10, here in tenths; five capabilities, root and bpf(2) take 2.9 of it, and so they do with a sixth.
+        let threshold = ["security", "--offline=true", "--threshold=30", path];
+        check("systemd", "systemd-analyze", &threshold);
+    }
+}
+
+/// A policy that is refused never gets as far as the port.
+#[test]
+fn cmt_accepts_the_policies_which_do_nothing_yet() {
+    let Some(_turn) = require(Rung::Fleet) else {
+        return;
+    };
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = taken.local_addr().expect("an address").to_string();
+    let read = |path: &str| fs::read_to_string(examples(path)).expect("an example");
+    let map = read("kubernetes/policy.yaml");
+    let (_, within) = map.split_once("  policy.yml: |\n").expect("a policy");
+    for text in [read("systemd/policy.yml"), within.replace("\n    ", "\n")] {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        fs::write(file.path(), &text).expect("written");
+        let path = file.path().to_str().expect("a path");
+        let refused = cmt(["serve", "--listen", &address, "--policy", path]);
+        let sentence = refused.refusal();
+        assert!(sentence.starts_with("cannot listen on"), "{sentence}");
+        assert!(text.contains("\nmode: observe\n"), "{text}");
+    }
 }
 
 /// Kubernetes's own schemas, and those of the Prometheus Operator, as PyPI has them.
@@ -126,34 +153,59 @@ fn install_schemas(folder: &Path) -> PathBuf {
 fn kubernetes_accepts_the_manifests() {
     let folder = target().join("manifest-schemas");
     let done = install_schemas(&folder);
-    let needed = [(done.to_str().expect("a path"), "python3-venv, and PyPI")];
+    let needed = [
+        (done.to_str().expect("a path"), "python3-venv, and PyPI"),
+        ("kubectl", "kubernetes-client"),
+    ];
     let Some(_turn) = require_packages(Rung::Fleet, &needed) else {
         return;
     };
+    let patched = tempfile::NamedTempFile::new().expect("a file");
+    fs::write(patched.path(), with_the_patch()).expect("written");
+    let patched = patched.path().to_str().expect("a path");
     let python = folder.join("bin/python");
     let python = python.to_str().expect("a path");
-    let said = check(
-        "kubernetes",
-        python,
-        &["-c", VALIDATE, "cmt.yaml", "podmonitor.yaml"],
-    );
+    let files = ["cmt.yaml", "podmonitor.yaml", "policy.yaml", patched];
+    let arguments = [&["-c", VALIDATE], &files[..]].concat();
+    let said = check("kubernetes", python, &arguments);
     let kinds: Vec<&str> = said.lines().collect();
     assert_eq!(
         kinds,
-        ["Namespace", "ServiceAccount", "DaemonSet", "PodMonitor"]
+        [
+            "Namespace",
+            "ServiceAccount",
+            "DaemonSet",
+            "PodMonitor",
+            "ConfigMap",
+            "DaemonSet"
+        ]
     );
 }
 
-/// Case 42: only what is needed.
+/// The DaemonSet with `policy-patch.yaml`, merged as `kubectl patch` does in a cluster.
+fn with_the_patch() -> String {
+    let manifest = fs::read_to_string(examples("kubernetes").join("cmt.yaml")).expect("it");
+    let mut documents = manifest.split("\n---\n");
+    let set = documents.find(|document| document.contains("kind: DaemonSet"));
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    fs::write(file.path(), set.expect("a DaemonSet")).expect("written");
+    let path = file.path().to_str().expect("a path");
+    let patch = ["patch", "--local", "--patch-file", "policy-patch.yaml"];
+    let arguments = [&patch[..], &["--output", "yaml", "--filename", path]].concat();
+    check("kubernetes", "kubectl", &arguments)
+}
+
+/// Case 42: only what is needed. What the patch adds is tried in `tests/rights`.
 #[test]
 fn the_daemon_set_asks_for_no_more_than_it_needs() {
-    let text = fs::read_to_string(examples("kubernetes").join("cmt.yaml")).expect("the manifest");
-    let lines: Vec<&str> = text
-        .lines()
-        .map(str::trim)
-        .filter(|line| !line.starts_with('#'))
-        .collect();
-    let has = |line: &str| lines.contains(&line);
+    let read = |name| fs::read_to_string(examples("kubernetes").join(name)).expect("a manifest");
+    let (manifest, patch) = (read("cmt.yaml"), read("policy-patch.yaml"));
+    let lines = |text| -> Vec<&str> {
+        let lines = str::lines(text).map(str::trim);
+        lines.filter(|line| !line.starts_with('#')).collect()
+    };
+    let (manifest, patch) = (lines(&manifest), lines(&patch));
+    let has = |line: &str| manifest.contains(&line);
     assert!(has("drop: [ALL]"));
     assert!(has(
         "add: [BPF, PERFMON, SYS_PTRACE, CHECKPOINT_RESTORE, DAC_READ_SEARCH]"
@@ -168,8 +220,17 @@ fn the_daemon_set_asks_for_no_more_than_it_needs() {
         "hostIPC",
         "SYS_ADMIN",
     ] {
-        assert!(!lines.iter().any(|line| line.contains(word)), "{word}");
+        let mut both = manifest.iter().chain(&patch);
+        assert!(!both.any(|line| line.contains(word)), "{word}");
     }
+    // What belongs together goes by the same names.
+    let map = read("policy.yaml");
+    assert!(patch.contains(&"configMap: {name: cmt-policy}") && map.contains("name: cmt-policy\n"));
+    assert!(patch.contains(&"- {name: policy, mountPath: /etc/cmt, readOnly: true}"));
+    let listen = r#"args: ["serve", "--listen=$(POD_IP):9469""#;
+    assert!(has(&format!("{listen}]")));
+    let more = r#", "--policy=/etc/cmt/policy.yml"]"#;
+    assert!(patch.contains(&&*format!("{listen}{more}")));
 }
 
 /// Every question of the dashboard, with the variables that Grafana puts in.

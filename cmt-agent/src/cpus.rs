@@ -1,11 +1,12 @@
 //! How many processors a process may keep busy: its affinity and the CPU quota of its cgroups.
 
-use std::fs;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use procfs::process::Process;
 use procfs::{FromBufRead as _, ProcResult, ProcessCGroups};
 
+use crate::target::file::{Access, open_regular};
 use crate::target::text;
 use crate::topology::numbers;
 
@@ -33,9 +34,16 @@ impl Cpus {
             .cpus_allowed_list
             .unwrap_or_default();
         let allowed: u32 = ranges.iter().map(|(first, last)| last - first + 1).sum();
+        let (below, beyond) = sides(&text::relative(&process, "cgroup")?);
         let mut quotas = Vec::new();
-        for (folder, read) in folders(&text::relative(&process, "cgroup")?)? {
+        for (folder, read) in folders(&below)? {
             quotas.extend(read(&folder));
+        }
+        for (folder, read) in folders(&beyond)? {
+            quotas.extend(read(Path::new(&format!(
+                "/proc/{pid}/root{}",
+                folder.display()
+            ))));
         }
         Ok(Self {
             allowed: allowed.max(1),
@@ -69,6 +77,24 @@ impl Cpus {
             None => self.allowed,
         }
     }
+}
+
+/// Lines of a `/proc/PID/cgroup`: those of cgroups below our root, and the others, as those who live in them name them. Where we
+/// are in a cgroup namespace, as in a pod, all but our own are others: named by way of our root, and of folders that we do not see.
+fn sides(groups: &str) -> (String, String) {
+    let mut sides = (String::new(), String::new());
+    for line in groups.lines() {
+        let at = line.match_indices(':').nth(1).map_or(0, |(at, _)| at + 1);
+        let (hierarchy, path) = line.split_at(at);
+        match path.strip_prefix("/..") {
+            None => sides.0 += &format!("{line}\n"),
+            Some(path) => {
+                let path = path.trim_start_matches("/..").trim_start_matches('/');
+                sides.1 += &format!("{hierarchy}/{path}\n");
+            }
+        }
+    }
+    sides
 }
 
 /// Every folder that may hold a quota for a process, by the text of its `/proc/PID/cgroup`, and how to read it there.
@@ -105,18 +131,26 @@ fn up_to_root<'a>(root: &'a Path, group: &str) -> impl Iterator<Item = PathBuf> 
 
 /// `cpu.max`: quota and period in microseconds, or `max` for no quota.
 fn quota_v2(folder: &Path) -> Option<f64> {
-    let text = fs::read_to_string(folder.join("cpu.max")).ok()?;
+    let text = read(&folder.join("cpu.max"))?;
     let (quota, period) = text.trim().split_once(' ')?;
     ratio(quota, period)
 }
 
 fn quota_v1(folder: &Path) -> Option<f64> {
-    let read = |name| fs::read_to_string(folder.join(name)).ok();
+    let read = |name| read(&folder.join(name));
     // -1 stands for no quota.
     ratio(
         read("cpu.cfs_quota_us")?.trim(),
         read("cpu.cfs_period_us")?.trim(),
     )
+}
+
+/// The beginning of a file, which may be of the process's own making.
+fn read(path: &Path) -> Option<String> {
+    let file = open_regular(path, Access::Read).ok()?;
+    let mut text = String::new();
+    file.take(64).read_to_string(&mut text).ok()?;
+    Some(text)
 }
 
 fn ratio(quota: &str, period: &str) -> Option<f64> {
@@ -126,7 +160,17 @@ fn ratio(quota: &str, period: &str) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
+
+    #[test]
+    fn what_is_beyond_our_cgroup_namespace_is_told_apart() {
+        let groups = "1:cpu:/../pod:a/..b\n2:pids:/\n0::/../..\n9:name=systemd:/own\n";
+        let (below, beyond) = sides(groups);
+        assert_eq!(below, "2:pids:/\n9:name=systemd:/own\n");
+        assert_eq!(beyond, "1:cpu:/pod:a/..b\n0::/\n");
+    }
 
     #[test]
     fn a_quota_is_read_and_no_quota_is_none() {

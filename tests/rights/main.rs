@@ -6,6 +6,7 @@ mod place;
 mod serve;
 mod trace;
 mod tune;
+mod unit;
 
 use std::process::Command;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};

@@ -135,6 +135,14 @@ pub fn run(mut command: Command) -> Finished {
     command.output().expect("run setpriv").into()
 }
 
+/// The same command, ended if it goes on where it ought to refuse.
+pub fn limited(command: &Command) -> Command {
+    let mut limited = Command::new("timeout");
+    limited.arg("20").arg(command.get_program());
+    limited.args(command.get_args()).env_remove("RUST_LOG");
+    limited
+}
+
 /// What a victim is once it has started all its threads.
 pub fn settled(victim: &Victim) -> Footprint {
     let mut before = victim.threads();
