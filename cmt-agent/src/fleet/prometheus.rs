@@ -202,6 +202,8 @@ impl Prometheus {
                     .values
                     .into_iter()
                     .map(|(at, value)| (at, number(&value)))
+                    // VictoriaMetrics shows where a series ended.
+                    .filter(|(_, value)| !value.is_nan())
                     .collect(),
                 histograms: series.histograms,
             })
@@ -225,7 +227,9 @@ impl Prometheus {
         if let Some(authorization) = &self.authorization {
             request = request.header("Authorization", authorization);
         }
-        let form = [("query", query), ("time", &format!("{at_s:.3}"))];
+        // Of the last half minute VictoriaMetrics answers as of its beginning, unless `nocache` is set; others ignore that.
+        let at = format!("{at_s:.3}");
+        let form = [("query", query), ("time", &at), ("nocache", "1")];
         let mut response = request.send_form(form).map_err(unreachable)?;
         let status = response.status().as_u16();
         let text = response
