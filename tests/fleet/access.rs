@@ -19,7 +19,7 @@ fn openssl(folder: &Path, line: &str) {
 }
 
 /// A CA, and what it signed for the server and for the client.
-fn certificates(folder: &Path) {
+pub fn certificates(folder: &Path) {
     openssl(
         folder,
         "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=ca -keyout ca.key -out ca.pem",
@@ -43,7 +43,7 @@ fn certificates(folder: &Path) {
 
 /// What a server that lets one in answers to a question about no nodes.
 #[track_caller]
-fn assert_let_in(finished: &Finished) {
+pub fn assert_let_in(finished: &Finished) {
     let sentence = finished.refusal();
     assert!(sentence.contains("is cmt serve scraped?"), "{sentence}");
 }

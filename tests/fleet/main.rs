@@ -2,6 +2,7 @@
 
 mod access;
 mod node;
+mod past;
 mod protobuf;
 mod scale;
 mod sides;
@@ -10,7 +11,9 @@ mod whole;
 
 use std::collections::BTreeMap;
 
-use cmt_tests::{Engine, Finished, Prometheus, Rung, Turn, cmt, free_port, require_packages, unix_time};
+use cmt_tests::{
+    Engine, Finished, Prometheus, Rung, Turn, cmt, free_port, require_packages, unix_time,
+};
 use node::{Copy, Form, Node, State};
 use serde_json::Value;
 

@@ -35,6 +35,28 @@ impl Engine {
             Self::VictoriaMetrics => Prometheus::victoria(targets, arguments),
         }
     }
+
+    /// Starts it on samples of the past: `text` makes them, given how many of a timestamp's units are a second.
+    pub fn remembering(self, text: impl FnOnce(u64) -> String) -> Prometheus {
+        if self == Self::VictoriaMetrics {
+            let started = self.start(&[], &[]);
+            started.send("POST /api/v1/import/prometheus", &text(1000));
+            started.settle();
+            return started;
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("past.om");
+        fs::write(&path, text(1) + "# EOF\n").expect("written");
+        let made = Command::new("promtool")
+            .args(["tsdb", "create-blocks-from", "openmetrics"])
+            .args([&path, folder.path()])
+            .output();
+        let made = made.expect("promtool");
+        assert!(made.status.success(), "{made:?}");
+        let mut started = Prometheus::start_in(folder.path(), &[], &[]);
+        started.folder = Some(folder);
+        started
+    }
 }
 
 /// It runs until this is dropped.
@@ -131,14 +153,20 @@ impl Prometheus {
     /// Makes all that was scraped visible to questions. VictoriaMetrics does that by itself a second or two later.
     pub fn settle(&self) {
         if self.engine == Engine::VictoriaMetrics {
-            let address = self.url.trim_start_matches("http://");
-            let mut stream = TcpStream::connect(address).expect("it listens");
-            let request = "GET /internal/force_flush HTTP/1.0\r\n\r\n";
-            stream.write_all(request.as_bytes()).expect("sent");
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer).expect("an answer");
-            assert!(answer.starts_with("HTTP/1.0 200"), "{answer}");
+            self.send("GET /internal/force_flush", "");
         }
+    }
+
+    /// Sends it something that it has to accept.
+    fn send(&self, what: &str, body: &str) {
+        let address = self.url.trim_start_matches("http://");
+        let mut stream = TcpStream::connect(address).expect("it listens");
+        let length = body.len();
+        let request = format!("{what} HTTP/1.0\r\nContent-Length: {length}\r\n\r\n{body}");
+        stream.write_all(request.as_bytes()).expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("an answer");
+        assert!(answer.starts_with("HTTP/1.0 20"), "{what}: {answer}");
     }
 
     /// Its resident memory, in bytes.

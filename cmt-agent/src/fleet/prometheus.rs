@@ -255,8 +255,8 @@ impl Prometheus {
                 url,
                 status,
                 kind: answer.error_type,
-                text: answer.error,
-                query: query.to_owned(),
+                text: shortened(&answer.error),
+                query: shortened(query),
             }),
         }
     }
@@ -271,6 +271,19 @@ impl Prometheus {
             }
             None => self.base.clone(),
         }
+    }
+}
+
+/// A text without its middle where it is long: that may name hundreds of nodes.
+fn shortened(text: &str) -> String {
+    const END: usize = 250;
+    let all: Vec<char> = text.chars().collect();
+    match all.len() > 2 * END {
+        true => [&all[..END], &[' ', '…', ' '], &all[all.len() - END..]]
+            .concat()
+            .iter()
+            .collect(),
+        false => text.to_owned(),
     }
 }
 
