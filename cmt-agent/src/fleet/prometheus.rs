@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 use thiserror::Error;
+use ureq::http::HeaderMap;
 
 use super::http_config::Access;
 use super::latencies::Latencies;
@@ -105,7 +106,7 @@ pub struct Series {
 pub struct Prometheus {
     agent: ureq::Agent,
     base: String,
-    authorization: Option<String>,
+    headers: HeaderMap,
     asked: AtomicU32,
 }
 
@@ -158,7 +159,7 @@ impl Prometheus {
         Self {
             agent,
             base: url.trim_end_matches('/').to_owned(),
-            authorization: access.authorization,
+            headers: access.headers,
             asked: AtomicU32::new(0),
         }
     }
@@ -224,8 +225,8 @@ impl Prometheus {
             }
         };
         let mut request = self.agent.post(format!("{}/api/v1/query", self.base));
-        if let Some(authorization) = &self.authorization {
-            request = request.header("Authorization", authorization);
+        for (name, value) in &self.headers {
+            request = request.header(name, value);
         }
         // Of the last half minute VictoriaMetrics answers as of its beginning, unless `nocache` is set; others ignore that.
         let at = format!("{at_s:.3}");
