@@ -3,7 +3,7 @@
 use std::fs;
 use std::process::Command;
 
-use cmt_tests::{Engine, Rung, Turn, cmt, require_packages, workspace};
+use cmt_tests::{Engine, Rung, cmt, require_packages, workspace};
 
 use crate::access::{assert_let_in, certificates};
 use crate::node::{Copy, Form, State};
@@ -92,11 +92,6 @@ fn hundreds_of_nodes_may_go() {
     );
 }
 
-fn turn_of_vmalert() -> Option<Turn> {
-    let packages = [ENGINE.package(), ("vmalert", "victoria-metrics")];
-    require_packages(Rung::Fleet, &packages)
-}
-
 #[track_caller]
 fn vmalert(arguments: &[&str]) {
     let rules = workspace().join("examples/prometheus");
@@ -108,19 +103,12 @@ fn vmalert(arguments: &[&str]) {
     assert!(run.status.success(), "{arguments:?}: {run:?}");
 }
 
-#[test]
-fn vmalert_accepts_the_rules() {
-    let Some(_turn) = turn_of_vmalert() else {
-        return;
-    };
-    vmalert(&["-dryRun", "-rule=rules.yml", "-rule=alerts.yml"]);
-}
-
-/// Nodes that most are just there, at a steady pace: what vmalert records of them is the truth.
+/// At a steady pace what vmalert records is the truth. Most of the nodes copy nothing.
 #[test]
 fn what_vmalert_records_of_a_large_fleet_is_taken() {
     const MINUTES: u64 = 70;
-    let Some(_turn) = turn_of_vmalert() else {
+    let packages = [ENGINE.package(), ("vmalert", "victoria-metrics")];
+    let Some(_turn) = require_packages(Rung::Fleet, &packages) else {
         return;
     };
     let nodes: Vec<(String, Told)> = (0..1010u64)
