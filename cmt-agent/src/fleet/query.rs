@@ -73,8 +73,8 @@ pub fn select(name: &str, matchers: &[&str]) -> String {
     format!("{}{{{}}}", if is_plain { name } else { "" }, all.join(","))
 }
 
-/// A matcher for these instances, or with `!~` for all others; empty where that says nothing.
-pub fn instances<'a>(operator: &str, names: impl IntoIterator<Item = &'a str>) -> String {
+/// A matcher for these values of a label, or with `!~` for all others; empty where that says nothing.
+pub fn any_of<'a>(label: &str, operator: &str, names: impl IntoIterator<Item = &'a str>) -> String {
     let names: Vec<&str> = names.into_iter().collect();
     let [before, after] = match names.iter().map(|name| name.len()).sum::<usize>() > LONG {
         true => shared(&names),
@@ -86,10 +86,10 @@ pub fn instances<'a>(operator: &str, names: impl IntoIterator<Item = &'a str>) -
         .collect();
     match (names.is_empty(), own.join("|")) {
         (true, _) => String::new(),
-        (false, own) if before.len() + after.len() == 0 => format!("instance{operator}\"{own}\""),
+        (false, own) if before.len() + after.len() == 0 => format!("{label}{operator}\"{own}\""),
         (false, own) => {
             let [before, after] = [before, after].map(quoted);
-            format!("instance{operator}\"{before}({own}){after}\"")
+            format!("{label}{operator}\"{before}({own}){after}\"")
         }
     }
 }
@@ -149,16 +149,16 @@ mod tests {
         );
         assert_eq!(select("cmt_(a|b)", &[]), "{__name__=~\"cmt_(a|b)\"}");
         assert_eq!(
-            instances("!~", ["10.0.0.1:9469", "a-b"]),
+            any_of("instance", "!~", ["10.0.0.1:9469", "a-b"]),
             r#"instance!~"10\\.0\\.0\\.1:9469|a-b""#
         );
-        assert_eq!(instances("=~", []), "");
+        assert_eq!(any_of("instance", "=~", []), "");
     }
 
     #[test]
     fn many_names_are_written_without_what_they_share() {
         let names: Vec<String> = (100..500).map(|at| format!("node.{at}:9469")).collect();
-        let matcher = instances("=~", names.iter().map(String::as_str));
+        let matcher = any_of("instance", "=~", names.iter().map(String::as_str));
         assert!(
             matcher.starts_with(r#"instance=~"node\\.(100|101|"#),
             "{matcher}"
