@@ -7,7 +7,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cmt_tests::{Prometheus, Rung, cmt, free_port, require, require_packages, target, workspace};
+use cmt_tests::{Engine, Rung, cmt, free_port, require, require_packages, target, workspace};
 use serde_json::Value;
 
 fn examples(folder: &str) -> PathBuf {
@@ -44,6 +44,23 @@ fn promtool_accepts_the_configuration_and_the_rules_do_what_they_say() {
         &["check", "rules", "rules.yml", "alerts.yml"],
     );
     check("prometheus", "promtool", &["test", "rules", "tests.yml"]);
+}
+
+#[test]
+fn victoria_metrics_accepts_them_too() {
+    let engine = Engine::VictoriaMetrics.package();
+    let Some(_turn) = require_packages(Rung::Fleet, &[engine, ("vmalert", engine.1)]) else {
+        return;
+    };
+    // Without the last one it takes no files of rules in there, which are for vmalert.
+    let arguments = [
+        "-promscrape.config=prometheus.yml",
+        "-promscrape.config.dryRun",
+        "-promscrape.config.strictParse=false",
+    ];
+    check("prometheus", engine.0, &arguments);
+    let arguments = ["-dryRun", "-rule=rules.yml", "-rule=alerts.yml"];
+    check("prometheus", "vmalert", &arguments);
 }
 
 #[test]
@@ -250,9 +267,27 @@ fn questions(dashboard: &Value) -> Vec<(String, String)> {
 /// question is answered with data.
 #[test]
 fn the_dashboard_asks_what_prometheus_can_answer() {
-    let Some(_turn) = require_packages(Rung::Fleet, &[("promtool", "prometheus")]) else {
+    let packages = [Engine::Prometheus.package(), ("promtool", "prometheus")];
+    let Some(_turn) = require_packages(Rung::Fleet, &packages) else {
         return;
     };
+    dashboard(Engine::Prometheus, &[]);
+}
+
+#[test]
+fn the_dashboard_asks_what_victoria_metrics_can_answer() {
+    let packages = [
+        Engine::VictoriaMetrics.package(),
+        ("promtool", "prometheus"),
+    ];
+    let Some(_turn) = require_packages(Rung::Fleet, &packages) else {
+        return;
+    };
+    // Else it answers as of half a minute ago.
+    dashboard(Engine::VictoriaMetrics, &["-search.latencyOffset=1s"]);
+}
+
+fn dashboard(engine: Engine, arguments: &[&str]) {
     let path = examples("grafana").join("cmt-fleet.json");
     let dashboard: Value =
         serde_json::from_str(&fs::read_to_string(path).expect("the dashboard")).expect("JSON");
@@ -262,7 +297,7 @@ fn the_dashboard_asks_what_prometheus_can_answer() {
     let folder = tempfile::tempdir().expect("a folder");
     let address = format!("127.0.0.1:{}", free_port());
     let _metrics = serve(&address, &folder);
-    let prometheus = Prometheus::start(&[address]);
+    let prometheus = engine.start(&[address], arguments);
     let ask = |question: &str| {
         let output = Command::new("promtool")
             .args(["query", "instant", &prometheus.url, question])
@@ -273,7 +308,11 @@ fn the_dashboard_asks_what_prometheus_can_answer() {
         String::from_utf8_lossy(&output.stdout).trim().to_owned()
     };
     let started = Instant::now();
+    // VictoriaMetrics gives no quantiles of nothing.
+    let mut calls = 3;
     while ask("count_over_time(cmt_build_info[1m]) >= 4").is_empty() {
+        calls += 1;
+        write_metrics(&folder, calls);
         assert!(started.elapsed() < Duration::from_secs(30), "not scraped");
         thread::sleep(Duration::from_millis(200));
     }
@@ -301,8 +340,8 @@ fn the_dashboard_asks_what_prometheus_can_answer() {
     }
 }
 
-/// A node's metrics, by Python's own server.
-fn serve(address: &str, folder: &tempfile::TempDir) -> Server {
+/// A node's metrics, with so many calls.
+fn write_metrics(folder: &tempfile::TempDir, calls: u32) {
     let flow = "direction=\"HtoD\",memory=\"pageable\"";
     let mut text =
         String::from("cmt_build_info{version=\"0\"} 1\ncmt_probe_cost_seconds_total 1\n");
@@ -316,9 +355,17 @@ fn serve(address: &str, folder: &tempfile::TempDir) -> Server {
         "_count{",
         "_sum{",
     ] {
-        text += &format!("cmt_copy_duration_seconds{end}{flow},size_class=\"65536\"}} 3\n");
+        text += &format!("cmt_copy_duration_seconds{end}{flow},size_class=\"65536\"}} {calls}\n");
     }
-    fs::write(folder.path().join("metrics"), text).expect("written");
+    // As a whole, whenever it is read.
+    let path = folder.path().join("metrics");
+    fs::write(path.with_extension("new"), text).expect("written");
+    fs::rename(path.with_extension("new"), path).expect("renamed");
+}
+
+/// Serves them by Python's own server.
+fn serve(address: &str, folder: &tempfile::TempDir) -> Server {
+    write_metrics(folder, 3);
     let port = address.rsplit(':').next().expect("a port");
     let child = Command::new("python3")
         .args(["-m", "http.server", port, "--bind", "127.0.0.1"])

@@ -1,10 +1,13 @@
 //! Who asks: credentials and TLS, as a Prometheus of our own wants them.
 
 use std::fs;
+use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
+use std::thread;
 
-use cmt_tests::{Finished, Prometheus, Rung, cmt, require_packages};
+use cmt_tests::{Finished, Prometheus, Rung, cmt, require, require_packages};
 
 /// Of the password `test`, from Prometheus's documentation.
 const BCRYPT: &str = "$2b$12$hNf2lSsxfm0.i4a.1kVpSOVyBCfIB51VRjgBUyv6kdnyTlgWj81Ay";
@@ -19,7 +22,7 @@ fn openssl(folder: &Path, line: &str) {
 }
 
 /// A CA, and what it signed for the server and for the client.
-fn certificates(folder: &Path) {
+pub fn certificates(folder: &Path) {
     openssl(
         folder,
         "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=ca -keyout ca.key -out ca.pem",
@@ -43,7 +46,7 @@ fn certificates(folder: &Path) {
 
 /// What a server that lets one in answers to a question about no nodes.
 #[track_caller]
-fn assert_let_in(finished: &Finished) {
+pub fn assert_let_in(finished: &Finished) {
     let sentence = finished.refusal();
     assert!(sentence.contains("is cmt serve scraped?"), "{sentence}");
 }
@@ -110,4 +113,41 @@ fn tls_passwords_and_prefixes() {
     // Without a certificate of its own it is cut off, sooner or later.
     let nobody = ask(&format!("{basic}tls_config: {{ca_file: ca.pem}}"));
     assert!(nobody.refusal().contains("https://127.0.0.1"), "{nobody:?}");
+}
+
+/// Mimir knows its tenants by a header.
+#[test]
+fn headers_are_sent() {
+    let Some(_turn) = require(Rung::Fleet) else {
+        return;
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let url = format!("http://{}", listener.local_addr().expect("its address"));
+    thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let mut buffer = [0; 8192];
+            let length = stream.read(&mut buffer).expect("a question");
+            let head = String::from_utf8_lossy(&buffer[..length]).to_lowercase();
+            let status = match head.contains("\r\nx-scope-orgid: one|two\r\n") {
+                true => "200 OK",
+                false => "401 Unauthorized",
+            };
+            let body = r#"{"status":"success","data":{"resultType":"vector","result":[]}}"#;
+            let (close, length) = ("Connection: close", body.len());
+            let answer =
+                format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{close}\r\n\r\n{body}");
+            // Whoever asked may have gone.
+            let _ = stream.write_all(answer.as_bytes());
+        }
+    });
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("http.yml");
+    let ask = |config: &str| {
+        fs::write(&path, config).expect("written");
+        let path = path.to_str().expect("a path");
+        cmt(["fleet", "--prometheus", &url, "--http-config", path])
+    };
+    assert_let_in(&ask("http_headers: {X-Scope-OrgID: {values: [one|two]}}"));
+    let refused = ask("{}");
+    assert!(refused.refusal().contains("HTTP 401"), "{refused:?}");
 }

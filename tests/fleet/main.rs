@@ -2,19 +2,27 @@
 
 mod access;
 mod node;
+mod past;
 mod protobuf;
 mod scale;
 mod sides;
+mod victoria;
 mod whole;
 
 use std::collections::BTreeMap;
 
-use cmt_tests::{Finished, Prometheus, Rung, Turn, cmt, free_port, require_packages, unix_time};
+use cmt_tests::{
+    Engine, Finished, Prometheus, Rung, Turn, cmt, free_port, require_packages, unix_time,
+};
 use node::{Copy, Form, Node, State};
 use serde_json::Value;
 
 fn turn() -> Option<Turn> {
-    require_packages(Rung::Fleet, &[("prometheus", "prometheus")])
+    turn_of(Engine::Prometheus)
+}
+
+fn turn_of(engine: Engine) -> Option<Turn> {
+    require_packages(Rung::Fleet, &[engine.package()])
 }
 
 /// A range that begins now and ends when it is asked about.
@@ -30,6 +38,7 @@ impl Range {
 
     /// `cmt fleet` about the time since then, which ends at a whole number of seconds.
     fn ask(&self, prometheus: &Prometheus, more: &[&str]) -> Finished {
+        prometheus.settle();
         let seconds = (unix_time() - self.start_s).ceil();
         let at = format!("{:.3}", self.start_s + seconds);
         let range = format!("{seconds}s");
@@ -114,10 +123,10 @@ fn check(report: &Value, truth: &[Copy], bucket: f64) {
 }
 
 /// Two nodes of these forms; of what they report only the second half lies in the range.
-fn two_nodes(forms: [Form; 2]) -> (Value, Vec<Copy>) {
+fn two_nodes(engine: Engine, forms: [Form; 2]) -> (Value, Vec<Copy>) {
     let nodes = forms.map(Node::start);
     let addresses = nodes.each_ref().map(|node| node.address.clone());
-    let prometheus = Prometheus::start(&addresses);
+    let prometheus = engine.start(&addresses, &[]);
     nodes[0].count(&made_up(1, 500));
     nodes[1].count(&made_up(2, 300));
     let range = Range::begin();
@@ -138,7 +147,7 @@ fn two_nodes(forms: [Form; 2]) -> (Value, Vec<Copy>) {
 #[test]
 fn counts_are_exact_and_quantiles_within_their_bucket() {
     let Some(_turn) = turn() else { return };
-    let (report, truth) = two_nodes([Form::Classic, Form::Classic]);
+    let (report, truth) = two_nodes(Engine::Prometheus, [Form::Classic, Form::Classic]);
     assert_eq!(report["histograms"], "classic");
     check(&report, &truth, 4.0);
 }
@@ -146,7 +155,7 @@ fn counts_are_exact_and_quantiles_within_their_bucket() {
 #[test]
 fn native_histograms_are_read() {
     let Some(_turn) = turn() else { return };
-    let (report, truth) = two_nodes([Form::Native, Form::Native]);
+    let (report, truth) = two_nodes(Engine::Prometheus, [Form::Native, Form::Native]);
     assert_eq!(report["histograms"], "native");
     check(
         &report,
@@ -158,13 +167,13 @@ fn native_histograms_are_read() {
 #[test]
 fn nodes_of_both_kinds_count_once() {
     let Some(_turn) = turn() else { return };
-    let (report, truth) = two_nodes([Form::Classic, Form::Native]);
+    let (report, truth) = two_nodes(Engine::Prometheus, [Form::Classic, Form::Native]);
     assert_eq!(report["histograms"], "both");
     check(&report, &truth, 4.0);
 }
 
 /// What no `increase()` tells: a node restarts, one goes, one comes, and one comes back from where it could not be reached.
-fn breaks(form: Form) {
+fn breaks(engine: Engine, form: Form) {
     let steady = Node::start(form);
     let restarts = Node::start(form);
     let goes = Node::start(form);
@@ -177,7 +186,7 @@ fn breaks(form: Form) {
         comes.clone(),
         unknown.clone(),
     ];
-    let prometheus = Prometheus::start(&addresses);
+    let prometheus = engine.start(&addresses, &[]);
     for (seed, node) in [&steady, &restarts, &goes].into_iter().enumerate() {
         node.change(|state| state.copies = made_up(seed as u64, 400));
     }
@@ -245,21 +254,25 @@ fn give_up_a_name(state: &mut State) {
 #[test]
 fn restarts_and_comings_and_goings_stay_exact() {
     let Some(_turn) = turn() else { return };
-    breaks(Form::Classic);
+    breaks(Engine::Prometheus, Form::Classic);
 }
 
 #[test]
 fn native_histograms_too() {
     let Some(_turn) = turn() else { return };
-    breaks(Form::Native);
+    breaks(Engine::Prometheus, Form::Native);
 }
 
 #[test]
 fn the_worst_come_first_and_losses_are_told() {
     let Some(_turn) = turn() else { return };
+    worst_and_losses(Engine::Prometheus);
+}
+
+fn worst_and_losses(engine: Engine) {
     let nodes = [Form::Classic; 3].map(Node::start);
     let addresses = nodes.each_ref().map(|node| node.address.clone());
-    let prometheus = Prometheus::start(&addresses);
+    let prometheus = engine.start(&addresses, &[]);
     let copy = |workload, seconds: u64| Copy {
         direction: "HtoD",
         memory: "pageable",

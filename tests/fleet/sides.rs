@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use cmt_tests::{Prometheus, cmt, unix_time};
+use cmt_tests::{Engine, Prometheus, cmt, unix_time};
 use serde_json::Value;
 
 use crate::node::{Copy, Form, Node};
@@ -28,8 +28,12 @@ fn figures(class: &Value, side: usize) -> (u64, f64) {
 #[test]
 fn a_rollout_is_compared_before_and_after() {
     let Some(_turn) = turn() else { return };
-    let node = Node::start(Form::Native);
-    let prometheus = Prometheus::start(std::slice::from_ref(&node.address));
+    rollout(Engine::Prometheus, Form::Native);
+}
+
+pub fn rollout(engine: Engine, form: Form) {
+    let node = Node::start(form);
+    let prometheus = engine.start(std::slice::from_ref(&node.address), &[]);
     node.count(&copies("pageable", 1, 7));
     let first = unix_time();
     node.count(&copies("pageable", 40_000_000, 100));
@@ -37,6 +41,7 @@ fn a_rollout_is_compared_before_and_after() {
     node.count(&copies("pageable", 4_000_000, 300));
     node.count(&copies("pinned", 4_000_000, 500));
     let third = unix_time();
+    prometheus.settle();
     let (before, after) = (
         format!("{first:.3}/{second:.3}"),
         format!("{second:.3}/{third:.3}"),
@@ -78,9 +83,13 @@ fn a_rollout_is_compared_before_and_after() {
 #[test]
 fn two_groups_of_nodes_are_compared() {
     let Some(_turn) = turn() else { return };
+    groups(Engine::Prometheus);
+}
+
+pub fn groups(engine: Engine) {
     let nodes = [Form::Classic, Form::Classic].map(Node::start);
     let addresses = nodes.each_ref().map(|node| node.address.clone());
-    let prometheus = Prometheus::start(&addresses);
+    let prometheus = engine.start(&addresses, &[]);
     nodes.iter().for_each(Node::wait);
     let range = Range::begin();
     nodes[0].count(&copies("pageable", 40_000_000, 30));

@@ -1,10 +1,10 @@
-//! From a program's copy to the fleet's figures: victims, `cmt serve`, a Prometheus with and without native histograms, and
-//! `cmt fleet`.
+//! From a program's copy to the fleet's figures: victims, `cmt serve`, a Prometheus with and without native histograms or a
+//! VictoriaMetrics, and `cmt fleet`.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cmt_tests::{CLASSIC, Prometheus, Rung, Serve, Victim, require, require_packages};
+use cmt_tests::{CLASSIC, Engine, Rung, Serve, Victim, require, require_packages};
 use serde_json::Value;
 
 use super::Range;
@@ -22,12 +22,17 @@ fn what_victims_copy_is_what_the_fleet_says() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let Some(_packages) = require_packages(Rung::Fleet, &[("prometheus", "prometheus")]) else {
+    let engines = [Engine::Prometheus, Engine::VictoriaMetrics];
+    let Some(_packages) = require_packages(Rung::Fleet, &engines.map(Engine::package)) else {
         return;
     };
-    for (arguments, histograms) in [(&[CLASSIC][..], "classic"), (&[], "native")] {
+    for (engine, arguments, histograms) in [
+        (Engine::Prometheus, &[CLASSIC][..], "classic"),
+        (Engine::Prometheus, &[], "native"),
+        (Engine::VictoriaMetrics, &[], "classic"),
+    ] {
         let serve = Serve::start(&[], &[]);
-        let prometheus = Prometheus::start_with(std::slice::from_ref(&serve.address), arguments);
+        let prometheus = engine.start(std::slice::from_ref(&serve.address), arguments);
         // A node that Prometheus comes to know within the range counts from its first sample only.
         let started = Instant::now();
         let before = Range::begin();

@@ -14,7 +14,7 @@ mod victim;
 
 pub use build::{Built, built};
 pub use cycles::{attach, attach_halfway, cycles, detach, refusal, wait_until_staged};
-pub use prometheus::{CLASSIC, Prometheus, free_port, unix_time};
+pub use prometheus::{CLASSIC, Engine, Prometheus, free_port, unix_time};
 pub use rung::{Rung, Turn, libcudart, require, require_packages};
 pub use serve::{Named, Samples, Serve, account_of, until};
 pub use tool::{Finished, Running, cmt, cmt_command, spawn_cmt};

@@ -10,7 +10,7 @@ use std::thread;
 use super::latencies::Latencies;
 use super::nodes::{Broken, Nodes};
 use super::prometheus::{Error, Labels, Prometheus, Sample};
-use super::query::{Window, instances, select, values};
+use super::query::{Window, any_of, select, values};
 use super::recorded::Recorded;
 use super::samples::{Growth, NOT_FORMER};
 use super::time;
@@ -351,7 +351,8 @@ impl<'a> Change<'a> {
 }
 
 fn named(operator: &str, nodes: &[Broken]) -> String {
-    instances(operator, nodes.iter().map(|node| node.instance.as_str()))
+    let names = nodes.iter().map(|node| node.instance.as_str());
+    any_of("instance", operator, names)
 }
 
 fn is_named(labels: &Labels, name: &str) -> bool {

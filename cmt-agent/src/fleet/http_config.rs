@@ -3,6 +3,7 @@
 //! Of Prometheus's `http_config` the parts that a client of its API needs; any other key is refused, so that none is left
 //! unheeded.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -10,13 +11,15 @@ use anyhow::{Context as _, bail};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
+use ureq::http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HOST};
+use ureq::http::{HeaderMap, HeaderName, HeaderValue};
 use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
 
 /// Credentials and trust.
 #[derive(Clone, Debug)]
 pub struct Access {
-    /// The header `Authorization`, if one is to be sent.
-    pub authorization: Option<String>,
+    /// Headers to send: `Authorization`, and what names the tenant to Mimir.
+    pub headers: HeaderMap,
     /// Whom to trust, and what to show to be trusted.
     pub tls: TlsConfig,
 }
@@ -25,7 +28,7 @@ impl Default for Access {
     /// No credentials, and the certificates that this machine trusts.
     fn default() -> Self {
         Self {
-            authorization: None,
+            headers: HeaderMap::new(),
             tls: TlsConfig::builder().root_certs(trusted()).build(),
         }
     }
@@ -38,6 +41,7 @@ struct File {
     basic_auth: Option<BasicAuth>,
     bearer_token: Option<String>,
     bearer_token_file: Option<PathBuf>,
+    http_headers: BTreeMap<String, Header>,
     tls_config: Tls,
 }
 
@@ -55,6 +59,15 @@ struct BasicAuth {
     username: String,
     password: Option<String>,
     password_file: Option<PathBuf>,
+}
+
+/// What a header is set to: any number of values, however they are given.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct Header {
+    values: Vec<String>,
+    secrets: Vec<String>,
+    files: Vec<PathBuf>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -101,8 +114,12 @@ fn access(file: &File, folder: &Path) -> anyhow::Result<Access> {
     if ways.len() > 1 {
         bail!("more than one of authorization, basic_auth and bearer_token");
     }
+    let mut headers = headers(&file.http_headers, folder)?;
+    if let Some(way) = ways.pop() {
+        headers.insert(AUTHORIZATION, value(AUTHORIZATION.as_str(), &way)?);
+    }
     Ok(Access {
-        authorization: ways.pop(),
+        headers,
         tls: tls(&file.tls_config, folder)?,
     })
 }
@@ -116,6 +133,35 @@ fn secret(
         Some(file) => Ok(Some(text(&folder.join(file))?.trim().to_owned())),
         None => Ok(inline.clone()),
     }
+}
+
+fn headers(wanted: &BTreeMap<String, Header>, folder: &Path) -> anyhow::Result<HeaderMap> {
+    let mut headers = HeaderMap::new();
+    for (name, header) in wanted {
+        let key: HeaderName = name
+            .parse()
+            .with_context(|| format!("{name} is no name of a header"))?;
+        // Promtool reserves these too.
+        if [AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HOST].contains(&key) {
+            bail!("{name} cannot be set by http_headers");
+        }
+        let mut texts = [header.values.as_slice(), &header.secrets].concat();
+        for file in &header.files {
+            texts.push(text(&folder.join(file))?.trim().to_owned());
+        }
+        for text in texts {
+            headers.append(key.clone(), value(name, &text)?);
+        }
+    }
+    Ok(headers)
+}
+
+/// A value that no log shows.
+fn value(name: &str, text: &str) -> anyhow::Result<HeaderValue> {
+    let mut value = HeaderValue::from_str(text)
+        .with_context(|| format!("a value of {name} is none that a header can have"))?;
+    value.set_sensitive(true);
+    Ok(value)
 }
 
 fn tls(tls: &Tls, folder: &Path) -> anyhow::Result<TlsConfig> {
@@ -200,8 +246,19 @@ mod tests {
             ),
         ] {
             let access = read_text(text).unwrap_or_else(|error| panic!("{text}: {error:#}"));
-            assert_eq!(access.authorization.as_deref(), header, "{text}");
+            let found = access.headers.get(AUTHORIZATION);
+            let found = found.map(|value| value.to_str().expect("a text"));
+            assert_eq!(found, header, "{text}");
         }
+    }
+
+    #[test]
+    fn headers_have_all_their_values() {
+        let access =
+            read_text("http_headers: {X-Scope-OrgID: {values: [a], secrets: [b], files: [token]}}")
+                .expect("understood");
+        let values: Vec<_> = access.headers.get_all("x-scope-orgid").iter().collect();
+        assert_eq!(values, ["a", "b", "secret"]);
     }
 
     #[test]
@@ -213,6 +270,10 @@ mod tests {
             "tls_config: {ca_file: token}",
             "authorization: {credentials_file: nowhere}",
             "- a list",
+            "http_headers: {Authorization: {values: [a]}}",
+            "http_headers: {a b: {values: [c]}}",
+            "http_headers: {a: {values: [\"b\\nc\"]}}",
+            "http_headers: {a: {files: [nowhere]}}",
         ] {
             assert!(read_text(text).is_err(), "{text}");
         }

@@ -4,10 +4,12 @@
 //! looked at sample by sample (`samples`).
 
 use super::prometheus::{Error, Labels, Prometheus};
-use super::query::{Window, select};
+use super::query::{Window, any_of, select};
 
 /// A counter that every node has exactly once.
 pub const PRESENCE: &str = "cmt_probe_calls_total";
+/// A gauge that changes when it restarts; other targets have it too.
+pub const START_TIME: &str = "process_start_time_seconds";
 
 /// The nodes of a range.
 #[derive(Clone, Debug, Default)]
@@ -33,20 +35,26 @@ impl Nodes {
         let presence = select(PRESENCE, &[matchers]);
         let range = window.moments();
         let length = window.length();
-        let all = prometheus.instant(
-            &format!("count(count_over_time({presence}{range}))"),
+        let by_job = prometheus.instant(
+            &format!("count by (job) (count_over_time({presence}{range}))"),
             window.end_s,
         )?;
+        let jobs = by_job.iter().filter_map(|sample| sample.labels.get("job"));
+        let jobs = any_of("job", "=~", jobs.map(String::as_str));
+        let started = select(START_TIME, &[matchers, &jobs]);
+        // Thanos never sees a reset (its issue 3644).
+        let restarted = format!(
+            "resets({presence}{range}) > 0 or max_over_time({started}{range}) > min_over_time({started}{range})"
+        );
         let broken = prometheus.instant(
             &format!(
-                "count_over_time({presence}{range}) unless ({presence} and {presence} offset {length} unless \
-                 (resets({presence}{range}) > 0))"
+                "count_over_time({presence}{range}) unless ({presence} and {presence} offset {length} unless ({restarted}))"
             ),
             window.end_s,
         )?;
         let instance = |labels: &Labels| labels.get("instance").cloned().unwrap_or_default();
         Ok(Self {
-            reporting: all.first().map_or(0, |sample| sample.value as u64),
+            reporting: by_job.iter().map(|sample| sample.value as u64).sum(),
             broken: broken
                 .iter()
                 .map(|sample| Broken {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 use thiserror::Error;
+use ureq::http::HeaderMap;
 
 use super::http_config::Access;
 use super::latencies::Latencies;
@@ -105,7 +106,7 @@ pub struct Series {
 pub struct Prometheus {
     agent: ureq::Agent,
     base: String,
-    authorization: Option<String>,
+    headers: HeaderMap,
     asked: AtomicU32,
 }
 
@@ -158,7 +159,7 @@ impl Prometheus {
         Self {
             agent,
             base: url.trim_end_matches('/').to_owned(),
-            authorization: access.authorization,
+            headers: access.headers,
             asked: AtomicU32::new(0),
         }
     }
@@ -202,6 +203,8 @@ impl Prometheus {
                     .values
                     .into_iter()
                     .map(|(at, value)| (at, number(&value)))
+                    // VictoriaMetrics shows where a series ended.
+                    .filter(|(_, value)| !value.is_nan())
                     .collect(),
                 histograms: series.histograms,
             })
@@ -222,10 +225,12 @@ impl Prometheus {
             }
         };
         let mut request = self.agent.post(format!("{}/api/v1/query", self.base));
-        if let Some(authorization) = &self.authorization {
-            request = request.header("Authorization", authorization);
+        for (name, value) in &self.headers {
+            request = request.header(name, value);
         }
-        let form = [("query", query), ("time", &format!("{at_s:.3}"))];
+        // Of the last half minute VictoriaMetrics answers as of its beginning, unless `nocache` is set; others ignore that.
+        let at = format!("{at_s:.3}");
+        let form = [("query", query), ("time", &at), ("nocache", "1")];
         let mut response = request.send_form(form).map_err(unreachable)?;
         let status = response.status().as_u16();
         let text = response
@@ -251,8 +256,8 @@ impl Prometheus {
                 url,
                 status,
                 kind: answer.error_type,
-                text: answer.error,
-                query: query.to_owned(),
+                text: shortened(&answer.error),
+                query: shortened(query),
             }),
         }
     }
@@ -267,6 +272,19 @@ impl Prometheus {
             }
             None => self.base.clone(),
         }
+    }
+}
+
+/// A text without its middle where it is long: that may name hundreds of nodes.
+fn shortened(text: &str) -> String {
+    const END: usize = 250;
+    let all: Vec<char> = text.chars().collect();
+    match all.len() > 2 * END {
+        true => [&all[..END], &[' ', '…', ' '], &all[all.len() - END..]]
+            .concat()
+            .iter()
+            .collect(),
+        false => text.to_owned(),
     }
 }
 

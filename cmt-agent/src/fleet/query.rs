@@ -9,6 +9,10 @@ const MOMENTS: f64 = 240.0;
 /// Up to this length every sample is looked at.
 const ALL_SAMPLES_S: f64 = 7200.0;
 
+/// From so many bytes on, names are written without what they have in common: VictoriaMetrics takes questions of 16 KiB at
+/// most, and Prometheus looks plain names up fastest.
+const LONG: usize = 2000;
+
 /// From when to when, in seconds since 1970.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Window {
@@ -69,13 +73,43 @@ pub fn select(name: &str, matchers: &[&str]) -> String {
     format!("{}{{{}}}", if is_plain { name } else { "" }, all.join(","))
 }
 
-/// A matcher for these instances, or with `!~` for all others; empty where that says nothing.
-pub fn instances<'a>(operator: &str, names: impl IntoIterator<Item = &'a str>) -> String {
-    let names: Vec<String> = names.into_iter().map(quoted).collect();
-    match names.is_empty() {
-        true => String::new(),
-        false => format!("instance{operator}\"{}\"", names.join("|")),
+/// A matcher for these values of a label, or with `!~` for all others; empty where that says nothing.
+pub fn any_of<'a>(label: &str, operator: &str, names: impl IntoIterator<Item = &'a str>) -> String {
+    let names: Vec<&str> = names.into_iter().collect();
+    let [before, after] = match names.iter().map(|name| name.len()).sum::<usize>() > LONG {
+        true => shared(&names),
+        false => [""; 2],
+    };
+    let own: Vec<String> = names
+        .iter()
+        .map(|name| quoted(&name[before.len()..name.len() - after.len()]))
+        .collect();
+    match (names.is_empty(), own.join("|")) {
+        (true, _) => String::new(),
+        (false, own) if before.len() + after.len() == 0 => format!("{label}{operator}\"{own}\""),
+        (false, own) => {
+            let [before, after] = [before, after].map(quoted);
+            format!("{label}{operator}\"{before}({own}){after}\"")
+        }
     }
+}
+
+/// What all names begin with, and what the rest of all of them ends with.
+fn shared<'a>(names: &[&'a str]) -> [&'a str; 2] {
+    let first = names.first().copied().unwrap_or_default();
+    let before = first
+        .char_indices()
+        .rev()
+        .map(|(at, _)| &first[..at])
+        .find(|part| names.iter().all(|name| name.starts_with(part)))
+        .unwrap_or_default();
+    let rest = |name: &'a str| &name[before.len()..];
+    let after = rest(first)
+        .char_indices()
+        .map(|(at, _)| &rest(first)[at..])
+        .find(|part| names.iter().all(|name| rest(name).ends_with(part)))
+        .unwrap_or_default();
+    [before, after]
 }
 
 /// A text as it stands for itself in a regular expression within a string of PromQL.
@@ -115,10 +149,28 @@ mod tests {
         );
         assert_eq!(select("cmt_(a|b)", &[]), "{__name__=~\"cmt_(a|b)\"}");
         assert_eq!(
-            instances("!~", ["10.0.0.1:9469", "a-b"]),
+            any_of("instance", "!~", ["10.0.0.1:9469", "a-b"]),
             r#"instance!~"10\\.0\\.0\\.1:9469|a-b""#
         );
-        assert_eq!(instances("=~", []), "");
+        assert_eq!(any_of("instance", "=~", []), "");
+    }
+
+    #[test]
+    fn many_names_are_written_without_what_they_share() {
+        let names: Vec<String> = (100..500).map(|at| format!("node.{at}:9469")).collect();
+        let matcher = any_of("instance", "=~", names.iter().map(String::as_str));
+        assert!(
+            matcher.starts_with(r#"instance=~"node\\.(100|101|"#),
+            "{matcher}"
+        );
+        assert!(matcher.ends_with(r#"|498|499):9469""#), "{matcher}");
+        for (names, parts) in [
+            (["aa", "aaa"], ["a", "a"]),
+            (["ä-1", "ö-1"], ["", "-1"]),
+            (["a", "b"], ["", ""]),
+        ] {
+            assert_eq!(shared(&names), parts);
+        }
     }
 
     #[test]

@@ -6,10 +6,9 @@
 use std::collections::BTreeMap;
 
 use super::latencies::Latencies;
-use super::nodes::PRESENCE;
+use super::nodes::{PRESENCE, START_TIME};
 use super::prometheus::{Labels, Series};
 
-const START_TIME: &str = "process_start_time_seconds";
 const NAME: &str = "__name__";
 const WORKLOAD: &str = "workload";
 /// What went by names that a node gave up counts under this one.

@@ -108,8 +108,8 @@ fn once(push: &Push, agent: &ureq::Agent, pages: &Pages, started_ns: u64) -> any
     let families = prometheus_protobuf::encode(&pages.registry)?;
     let body = request(families, started_ns, now_ns()).encode_to_vec();
     let mut request = agent.post(&push.url).content_type("application/x-protobuf");
-    if let Some(authorization) = &push.access.authorization {
-        request = request.header("Authorization", authorization);
+    for (name, value) in &push.access.headers {
+        request = request.header(name, value);
     }
     let mut response = request.send(&body)?;
     let status = response.status();
