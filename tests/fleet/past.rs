@@ -46,7 +46,7 @@ fn copies(seed: u64) -> Vec<Copy> {
 }
 
 pub fn hours(engine: Engine) {
-    let copies: Vec<Vec<Copy>> = (0..6).map(copies).collect();
+    let copies: Vec<Vec<Copy>> = (0..7).map(copies).collect();
     // What a node says that counts since a minute.
     let since = |node: usize, first: u64, minute: u64| {
         Some(State {
@@ -74,23 +74,26 @@ pub fn hours(engine: Engine) {
         }
         Some(state)
     };
-    let all: [Told; 6] = [
+    let newborn = |minute| (minute >= 391).then(|| since(6, 391, minute))?;
+    let all: [Told; 7] = [
         Box::new(steady),
         Box::new(restarts),
         Box::new(goes),
         Box::new(comes),
         Box::new(silent),
         Box::new(hastens),
+        Box::new(newborn),
     ];
-    let names = (0..6).map(|node| format!("node-{node}:9469"));
+    let names = (0..7).map(|node| format!("node-{node}:9469"));
     let nodes: Vec<(String, Told)> = names.zip(all).collect();
     let store = engine.remembering(|per_second| samples(start_s, MINUTES, &nodes, per_second));
     // Some seconds after the scrapes of the minutes 30 and 390.
-    let at = (start_s + 390 * 60 + 5).to_string();
-    let ask = |what: &[&str]| {
+    let ask_at = |minute: u64, what: &[&str]| {
+        let at = (start_s + minute * 60 + 5).to_string();
         let source = ["--prometheus", &store.url, "--at", &at, "--range", "6h"];
         cmt([&["fleet"], what, &source, &["--json"]].concat()).json()
     };
+    let ask = |what: &[&str]| ask_at(390, what);
     let report = ask(&[]);
     assert_eq!(report["counts"], "exact");
     let found = &report["nodes"];
@@ -110,6 +113,13 @@ pub fn hours(engine: Engine) {
     let seconds: f64 = truth.iter().map(|copy| copy.latency_ns as f64 / 2e9).sum();
     let found = report["recoverable"]["seconds"].as_f64().expect("seconds");
     assert!((found - seconds).abs() < 1e-3, "{found}, truly {seconds}");
+    // Younger than the last of the moments at which a long range is looked at, which are 90 s apart.
+    let found = &ask_at(391, &[])["nodes"];
+    assert_eq!(
+        (&found["reporting"], &found["broken"]),
+        (&7.into(), &5.into()),
+        "{found:#}"
+    );
     let savings = ask(&["savings"]);
     let found = savings["measured"]["saved_s"].as_f64().expect("seconds");
     assert!((found - seconds).abs() < 1e-3, "{found}, truly {seconds}");

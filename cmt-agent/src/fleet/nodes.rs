@@ -35,10 +35,9 @@ impl Nodes {
         let presence = select(PRESENCE, &[matchers]);
         let range = window.moments();
         let length = window.length();
-        let by_job = prometheus.instant(
-            &format!("count by (job) (count_over_time({presence}{range}))"),
-            window.end_s,
-        )?;
+        // The second half: what has come since the last of the moments that are looked at.
+        let seen = format!("(count_over_time({presence}{range}) or 0 * {presence} + 1)");
+        let by_job = prometheus.instant(&format!("count by (job) {seen}"), window.end_s)?;
         let jobs = by_job.iter().filter_map(|sample| sample.labels.get("job"));
         let jobs = any_of("job", "=~", jobs.map(String::as_str));
         let started = select(START_TIME, &[matchers, &jobs]);
@@ -48,7 +47,7 @@ impl Nodes {
         );
         let broken = prometheus.instant(
             &format!(
-                "count_over_time({presence}{range}) unless ({presence} and {presence} offset {length} unless ({restarted}))"
+                "{seen} unless ({presence} and {presence} offset {length} unless ({restarted}))"
             ),
             window.end_s,
         )?;

@@ -9,6 +9,7 @@
 use std::fmt::Write as _;
 use std::ops::RangeInclusive;
 
+use anyhow::Context as _;
 use serde::Serialize;
 
 use super::prometheus::Prometheus;
@@ -168,7 +169,9 @@ impl Savings {
         matchers: &str,
     ) -> anyhow::Result<()> {
         let sums = change(prometheus, window, matchers, false)?.sums(RECOVERABLE, &[])?;
-        let recoverable_s = sums.values().next().copied().unwrap_or(0.0);
+        let recoverable_s = sums.values().next().copied().context(
+            "no node estimates what attach would give back: nothing is measured; without --prometheus assumptions are shown",
+        )?;
         self.measure(recoverable_s, window.seconds());
         Ok(())
     }
