@@ -8,12 +8,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use nix::sched::{CpuSet, sched_getcpu, sched_setaffinity};
+use nix::sched::sched_getcpu;
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
 use nix::time::{ClockId, clock_gettime};
-use nix::unistd::Pid;
 
+use super::cpu;
 use super::device::{self, CudaError, DeviceBuffer};
 use super::mapping::Mapping;
 use super::wire::{Batch, Cell, Direction, Memory, Reply, Request};
@@ -60,7 +60,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
                 .and_then(|buffers| buffers.time(&cell, before))
                 .map(Reply::Timed),
             Request::Bind => {
-                stay_here();
+                cpu::bind_to(sched_getcpu().ok());
                 Ok(Reply::Bound)
             }
         };
@@ -138,7 +138,7 @@ impl Buffers {
         Ok(batch)
     }
 
-    /// Processor time that it took to make fresh memory and to give it back.
+    /// Makes one copy and adds its times; returns the processor time of making fresh memory and giving it back.
     fn time_one(&mut self, cell: &Cell, batch: &mut Batch) -> anyhow::Result<Duration> {
         let own_cpu = || cpu_time(ClockId::CLOCK_THREAD_CPUTIME_ID);
         let before = own_cpu()?;
@@ -221,14 +221,6 @@ impl Buffers {
 fn is_wanted(cell: &Cell, made: usize, started: Instant) -> bool {
     let in_time = || started.elapsed().as_millis() < u128::from(cell.budget_ms);
     made < cell.least || (made < cell.most && in_time())
-}
-
-/// Where the kernel does not allow it, it stays free.
-fn stay_here() {
-    let mut set = CpuSet::new();
-    if sched_getcpu().is_ok_and(|cpu| set.set(cpu).is_ok()) {
-        let _ = sched_setaffinity(Pid::from_raw(0), &set);
-    }
 }
 
 fn first_difference(got: &[u8], wanted: &[u8]) -> Option<usize> {

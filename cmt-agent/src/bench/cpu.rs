@@ -175,8 +175,8 @@ fn rate(
     })
 }
 
-/// A thread that cannot be bound copies where the scheduler puts it.
-fn bind_to(cpu: Option<usize>) {
+/// Keeps this thread on a CPU. One that cannot be bound copies where the scheduler puts it.
+pub fn bind_to(cpu: Option<usize>) {
     let mut set = CpuSet::new();
     if cpu.is_some_and(|cpu| set.set(cpu).is_ok()) {
         let _ = sched_setaffinity(Pid::from_raw(0), &set);

@@ -136,18 +136,20 @@ pub struct Quantiles {
 impl Quantiles {
     /// Those of `values`; none of an empty list.
     pub fn of(values: impl IntoIterator<Item = u64>) -> Option<Self> {
-        let mut sorted: Vec<u64> = values.into_iter().collect();
-        sorted.sort_unstable();
-        let rank = |percent: usize| {
-            let rank = (sorted.len() * percent).div_ceil(100).max(1);
-            sorted.get(rank - 1).copied()
-        };
-        Some(Self {
-            p10: rank(10)?,
-            p50: rank(50)?,
-            p90: rank(90)?,
-        })
+        let [p10, p50, p90] = deciles(values)?;
+        Some(Self { p10, p50, p90 })
     }
+}
+
+/// The 10th percentile, the median and the 90th, by the nearest rank; none of an empty list.
+pub fn deciles<T: Copy + Ord>(values: impl IntoIterator<Item = T>) -> Option<[T; 3]> {
+    let mut sorted: Vec<T> = values.into_iter().collect();
+    sorted.sort_unstable();
+    let rank = |percent: usize| {
+        let rank = (sorted.len() * percent).div_ceil(100).max(1);
+        sorted.get(rank - 1).copied()
+    };
+    Some([rank(10)?, rank(50)?, rank(90)?])
 }
 
 impl Stat {

@@ -7,7 +7,7 @@ use anyhow::{Context as _, bail};
 use cmt_common::control::Plan;
 use serde::{Deserialize, Serialize};
 
-use super::report::Quantiles;
+use super::report::{Quantiles, deciles};
 use super::wire::{self, Batch, Direction, Memory, Reply, Request};
 use super::{Key, Run, SMALLEST_BYTES};
 use crate::keeper;
@@ -155,21 +155,16 @@ fn medians_of(batch: &Batch) -> Option<Medians> {
 fn turns(keys: &[Key], stock: &[Vec<Medians>], attached: &[Vec<Medians>]) -> Vec<Turn> {
     let added = |key: usize, part: usize| {
         let detached: Vec<u64> = stock.iter().map(|round| round[key][part]).collect();
-        let mut added: Vec<i64> = attached
+        let added = attached
             .iter()
             .zip(detached.windows(2))
             .map(|(round, around)| {
                 round[key][part].cast_signed() - around.iter().sum::<u64>().cast_signed() / 2
-            })
-            .collect();
-        added.sort_unstable();
-        let rank = |percent: usize| {
-            let rank = (added.len() * percent).div_ceil(100).max(1);
-            added.get(rank - 1).copied()
-        };
+            });
+        let added_ns = deciles(added)?;
         Some(Added {
             stock_ns: Quantiles::of(detached)?.p50,
-            added_ns: [rank(10)?, rank(50)?, rank(90)?],
+            added_ns,
         })
     };
     let turn = |(index, &(direction, memory, bytes))| {
