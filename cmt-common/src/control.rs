@@ -10,7 +10,7 @@ use crate::api::{DRIVER_FNS, HOOKED};
 /// First eight bytes of a control block.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"cmt-ctl\0");
 /// Changes whenever the layout or the meaning of a field does.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// Bytes of the memfd that holds a [`Control`].
 pub const CONTROL_BYTES: usize = 32 << 10;
 /// The control block's memfd carries this name, so that a later `cmt` finds it in `/proc/PID/maps`.
@@ -332,10 +332,12 @@ pub enum PassReason {
     Sampled,
     /// Stock was faster with its size class a while ago.
     Slower,
+    /// Short, to the device, and not soon after others: nothing is gained by staging it.
+    Alone,
 }
 
 /// Number of [`PassReason`]s.
-pub const PASS_REASONS: usize = PassReason::Slower as usize + 1;
+pub const PASS_REASONS: usize = PassReason::Alone as usize + 1;
 
 /// Names of [`PassReason`]s, as `cmt status` prints them.
 pub const PASS_REASON_NAMES: [&str; PASS_REASONS] = [
@@ -350,6 +352,7 @@ pub const PASS_REASON_NAMES: [&str; PASS_REASONS] = [
     "disabled or forked",
     "timed for comparison",
     "faster, by comparison",
+    "short, one at a time",
 ];
 
 /// Size classes that staged copies are counted by: class `i` holds copies of `1 << i` bytes up to twice that, exclusive; the

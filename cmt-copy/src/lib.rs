@@ -14,6 +14,7 @@ mod fresh;
 mod guard;
 mod lane;
 mod layout;
+mod pace;
 mod patience;
 mod pinned;
 pub mod plan;
@@ -108,8 +109,8 @@ impl Engine {
         }
     }
 
-    /// The same engine with a guard: some calls pass as [`PassReason::Sampled`], and the caller says by
-    /// [`Engine::note_stock`] how long they took; size classes that lose pass.
+    /// The same engine with a guard: some calls pass as [`PassReason::Sampled`] or [`PassReason::Alone`], and the caller says
+    /// by [`Engine::note_stock`] and [`note_alone`] that the original has returned; size classes that lose pass.
     pub fn guarded(self) -> Self {
         Self {
             guard: Some(Guard::new()),
@@ -121,6 +122,9 @@ impl Engine {
     pub fn note_stock(&self, to_host: bool, bytes: usize, took: Duration) {
         if let Some(guard) = &self.guard {
             guard.note(false, to_host, bytes as u64, took);
+        }
+        if is_paced(to_host, bytes as u64) {
+            pace::ended();
         }
     }
 
@@ -228,6 +232,9 @@ impl Engine {
         if let (Some(start), Some(guard), Outcome::Staged(0)) = (timed_from, &self.guard, outcome) {
             guard.note(true, to_host, bytes, start.elapsed());
         }
+        if self.guard.is_some() && is_paced(to_host, bytes) {
+            pace::ended();
+        }
         (outcome, to_host)
     }
 
@@ -241,6 +248,7 @@ impl Engine {
         if self.stopped.load(Ordering::Relaxed) {
             return Err(PassReason::Disabled);
         }
+        self.check_pace(wish, wish.direction == Direction::HtoD)?;
         let function = wish.function;
         let context = self
             .driver
@@ -257,6 +265,8 @@ impl Engine {
         let is_async = function.stream.is_some();
         let sides = classify::sides(&self.driver, wish.direction, wish.dst, wish.src, is_async)?;
         *to_host = sides.to_host;
+        let is_known_late = wish.direction == Direction::Unknown && !sides.to_host;
+        self.check_pace(wish, is_known_late)?;
         let mut row = self
             .plan
             .row(sides.to_host, wish.bytes)
@@ -326,6 +336,15 @@ impl Engine {
         Ok((copy, timed_from))
     }
 
+    /// Passes a copy `to_device` that is short and comes alone, where there is a guard.
+    fn check_pace(&self, wish: &Wish, to_device: bool) -> Result<(), PassReason> {
+        let is_judged = wish.rectangle.is_none() && self.guard.is_some();
+        match is_judged && is_paced(!to_device, wish.bytes) && !pace::begins(wish.bytes) {
+            true => Err(PassReason::Alone),
+            false => Ok(()),
+        }
+    }
+
     /// Follows `plan` from the next copy on. Copies that run go on with the row they have.
     pub fn set_plan(&self, plan: Plan) {
         self.plan.replace(&plan);
@@ -391,6 +410,16 @@ impl Wish {
             stream,
         })
     }
+}
+
+/// Whether a guarded engine stages copies of this kind only where they come in a row.
+pub fn is_paced(to_host: bool, bytes: u64) -> bool {
+    !to_host && pace::is_short(bytes)
+}
+
+/// The original function has returned on this thread, for a call that has passed as [`PassReason::Alone`].
+pub fn note_alone() {
+    pace::ended();
 }
 
 /// The hooked function at a position of `COPY_FNS`.

@@ -13,10 +13,11 @@ use crate::store::Store;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// Copies below these go to the original function. HtoD from memory that the caller has just written lies in the caller's
-/// cache, and helpers that fetch it from there lost a quarter at 256 KiB; DtoH of 32 KiB lost a tenth into fresh memory (H200
-/// with 16 CPUs, driver 580).
-const CUT_OVER_BYTES: [u64; 2] = [MIB, 64 * KIB];
+/// Copies to the device below this go to the original function: 128 KiB gains only where the next follows at once, and lost a
+/// tenth where the caller had written it (H200 with 16 CPUs, driver 580).
+pub const LEAST_TO_DEVICE_BYTES: u64 = 256 * KIB;
+/// And copies to the host below this: 32 KiB lost a tenth into fresh memory there.
+const LEAST_TO_HOST_BYTES: u64 = 64 * KIB;
 /// Bounds of the unit of CPU work. The lower one bounds the completion marks of a lane, the upper one divides every
 /// amount of pinned memory that a lane can have.
 pub(crate) const SLICE_MIN_BYTES: u64 = 16 * KIB;
@@ -51,15 +52,16 @@ pub fn estimate(cpus: u32) -> Plan {
     };
     let (plain, streaming) = (store::ORDINARY, store::NON_TEMPORAL);
     let htod = [
-        stock(CUT_OVER_BYTES[0]),
-        row(2 * MIB, 8, MIB, 16 * KIB, 16 * MIB, streaming),
+        stock(LEAST_TO_DEVICE_BYTES),
+        row(MIB - 1, 4, MIB, 32 * KIB, 16 * MIB, streaming),
+        row(2 * MIB, 6, MIB, 32 * KIB, 16 * MIB, streaming),
         row(8 * MIB, 6, MIB, 32 * KIB, 32 * MIB, streaming),
         row(32 * MIB, 6, 2 * MIB, 128 * KIB, RING_MAX_BYTES, streaming),
         row(128 * MIB, 6, 4 * MIB, 128 * KIB, RING_MAX_BYTES, streaming),
         row(u64::MAX, 8, 4 * MIB, 256 * KIB, RING_MAX_BYTES, plain),
     ];
     let dtoh = [
-        stock(CUT_OVER_BYTES[1]),
+        stock(LEAST_TO_HOST_BYTES),
         row(128 * KIB, 4, 256 * KIB, 32 * KIB, 4 * MIB, plain),
         row(512 * KIB, 10, 256 * KIB, 32 * KIB, 16 * MIB, streaming),
         row(2 * MIB, 10, 512 * KIB, 16 * KIB, 16 * MIB, plain),
@@ -247,7 +249,7 @@ mod tests {
             let plan = estimate(cpus);
             let cell = PlanCell::new(&plan, cpus);
             for to_host in [false, true] {
-                let cut_over = CUT_OVER_BYTES[usize::from(to_host)];
+                let cut_over = [LEAST_TO_DEVICE_BYTES, LEAST_TO_HOST_BYTES][usize::from(to_host)];
                 assert_eq!(cell.cut_over(to_host), cut_over);
                 assert_eq!(cell.row(to_host, cut_over - 1), None);
                 for bytes in [cut_over, MIB, 100 * MIB, 1 << 40] {

@@ -79,13 +79,21 @@ enum Original {
         to_host: bool,
         bytes: usize,
     },
+    /// The engine is to know when it has returned: a short copy that came alone.
+    Alone,
 }
 
 impl Original {
     #[inline]
     fn call(self, original: impl FnOnce() -> i32) -> i32 {
-        let Self::Timed { to_host, bytes } = self else {
-            return original();
+        let (to_host, bytes) = match self {
+            Self::Plain => return original(),
+            Self::Alone => {
+                let code = original();
+                cmt_copy::note_alone();
+                return code;
+            }
+            Self::Timed { to_host, bytes } => (to_host, bytes),
         };
         let start = Instant::now();
         let code = original();
@@ -282,6 +290,10 @@ fn ask_enabled(
             let _ = pass(control, PassReason::Sampled);
             let bytes = bytes as usize;
             Err(Original::Timed { to_host, bytes })
+        }
+        Ok((Outcome::Pass(PassReason::Alone), _)) => {
+            let _ = pass(control, PassReason::Alone);
+            Err(Original::Alone)
         }
         Ok((Outcome::Pass(reason), _)) => pass(control, reason),
         Err(_) => {

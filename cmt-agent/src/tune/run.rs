@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use anyhow::{bail, ensure};
 use cmt_common::control::{Plan, PlanRow};
+use cmt_copy::plan::LEAST_TO_DEVICE_BYTES;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::Kind;
@@ -105,6 +106,7 @@ pub fn run(kind: Kind, host: &Host, estimate: &Estimate, quiet: bool) -> anyhow:
         .map(|shift| 1 << shift)
         .filter(|&bytes| bytes <= largest)
         .flat_map(|bytes| [Direction::HtoD, Direction::DtoH].map(|way| (way, bytes)))
+        .filter(|&(way, bytes)| way == Direction::DtoH || bytes >= LEAST_TO_DEVICE_BYTES)
         .collect();
     ensure!(
         !keys.is_empty(),
@@ -242,7 +244,8 @@ impl Search<'_> {
             budget,
             candidates: self.limits.candidates,
             finalists: self.limits.finalists,
-            fresh: key.1 <= self.limits.fresh_up_to,
+            fresh: key.1 <= self.limits.fresh_up_to
+                && !cmt_copy::is_paced(key.0 == Direction::DtoH, key.1),
         };
         let found = search::search(self.rig, estimate, &seed, &space, effort, &mut self.dice)?;
         Ok(found.map(|found| Cell {

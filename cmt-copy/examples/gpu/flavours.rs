@@ -1,5 +1,5 @@
 //! Synchronous and asynchronous copies, on an idle stream and behind a kernel, from and to reused and fresh memory: stock and
-//! staged in turns.
+//! by a guarded engine in turns.
 
 use std::ffi::{CStr, c_void};
 use std::time::Instant;
@@ -8,7 +8,7 @@ use cmt_copy::plan::estimate;
 use cmt_copy::{Engine, Outcome};
 
 use crate::crowd::{map, median};
-use crate::{DTOH, Gpu, HTOD, symbol};
+use crate::{DTOH, Gpu, HTOD, guard, symbol};
 
 /// A kernel that runs for so many nanoseconds.
 const SPIN: &CStr = c"
@@ -75,7 +75,7 @@ struct Kind {
 
 /// Prints a line for each kind, and the one that gains least; `buffers` are a source and a destination.
 pub fn print(gpu: &Gpu, cpus: u32, largest: usize, buffers: [*mut u8; 2]) {
-    let engine = gpu.engine(estimate(cpus));
+    let engine = gpu.engine(estimate(cpus)).guarded();
     let spin = Spin::load(gpu);
     let mut least: Option<(f64, String)> = None;
     for to_host in [false, true] {
@@ -166,7 +166,7 @@ fn in_turns(
     times.map(|both| both.map(|mut times| median(&mut times)))
 }
 
-/// By the engine, where it takes the copy, else by stock.
+/// As a hook does it, or by stock alone.
 fn copy(gpu: &Gpu, engine: Option<&Engine>, kind: Kind, host: *mut u8) {
     let Kind {
         to_host,
@@ -176,25 +176,17 @@ fn copy(gpu: &Gpu, engine: Option<&Engine>, kind: Kind, host: *mut u8) {
     } = kind;
     let request = gpu.request(to_host, is_async, host, bytes, 0);
     // SAFETY: both ranges are as long as the copy.
-    match engine.map(|engine| unsafe { engine.copy(&request) }) {
-        Some(Outcome::Staged(code)) => return assert_eq!(code, 0),
-        Some(Outcome::Pass(_)) | None => {}
-    }
-    if !is_async {
-        return gpu.stock(to_host, host, bytes);
-    }
-    let name = if to_host {
-        "cuMemcpyDtoHAsync_v2"
-    } else {
-        "cuMemcpyHtoDAsync_v2"
+    let passed = match engine.map(|engine| (engine, unsafe { engine.copy(&request) })) {
+        Some((_, Outcome::Staged(code))) => return assert_eq!(code, 0),
+        Some((engine, Outcome::Pass(reason))) => Some((engine, reason)),
+        None => None,
     };
-    let address = symbol(gpu.library, name);
-    // SAFETY: cuda.h's signature; both ranges are as long as the copy.
-    let code =
-        unsafe {
-            core::mem::transmute::<u64, unsafe extern "C" fn(u64, u64, usize, usize) -> i32>(
-                address,
-            )(request.dst, request.src, bytes, request.stream)
-        };
-    assert_eq!(code, 0);
+    let start = Instant::now();
+    match is_async {
+        true => gpu.stock_async(&request),
+        false => gpu.stock(to_host, host, bytes),
+    }
+    if let Some((engine, reason)) = passed {
+        guard::note_passed(engine, reason, &request, start);
+    }
 }

@@ -2,10 +2,9 @@
 
 use std::time::Instant;
 
-use cmt_common::control::PassReason;
-use cmt_copy::{Engine, Outcome};
+use cmt_copy::{Engine, Outcome, PassReason, Request};
 
-use super::Gpu;
+use super::{DTOH, DTOH_ASYNC, Gpu};
 
 /// Copies of one turn; stock makes one of 256 of them at first, and one of 2048 later.
 const COPIES: usize = 1024;
@@ -46,19 +45,32 @@ pub fn print(gpu: &Gpu, cpus: u32, buffers: [*mut u8; 2]) {
     }
 }
 
-/// As a hook does it; true if it was stock's turn.
-fn copy(gpu: &Gpu, engine: &Engine, to_host: bool, host: *mut u8, bytes: usize) -> bool {
+/// As a hook does it; true if it was stock's.
+pub fn copy(gpu: &Gpu, engine: &Engine, to_host: bool, host: *mut u8, bytes: usize) -> bool {
     let request = gpu.request(to_host, false, host, bytes, 0);
     // SAFETY: both ranges are as long as the largest copy.
     match unsafe { engine.copy(&request) } {
-        Outcome::Staged(code) => assert_eq!(code, 0),
-        Outcome::Pass(PassReason::Sampled) => {
+        Outcome::Staged(code) => {
+            assert_eq!(code, 0);
+            false
+        }
+        Outcome::Pass(reason) => {
             let start = Instant::now();
             gpu.stock(to_host, host, bytes);
-            engine.note_stock(to_host, bytes, start.elapsed());
-            return true;
+            note_passed(engine, reason, &request, start);
+            true
         }
-        Outcome::Pass(reason) => panic!("{reason:?}"),
     }
-    false
+}
+
+/// As a hook does it when stock has returned from a call that began then.
+pub fn note_passed(engine: &Engine, reason: PassReason, request: &Request, began: Instant) {
+    match reason {
+        PassReason::Alone => cmt_copy::note_alone(),
+        PassReason::Sampled => {
+            let to_host = [DTOH, DTOH_ASYNC].contains(&request.function);
+            engine.note_stock(to_host, request.bytes, began.elapsed());
+        }
+        _ => {}
+    }
 }

@@ -1,11 +1,12 @@
 //! The engine on a real GPU, without hooks: checks every byte and what the engine assumes of the driver, then compares
 //! stock, staged and pinned copies.
 //!
-//! `cargo run --release -p cmt-copy --example gpu [calls|search|crowd|link|pair|rows|files|guard|flavours] [LARGEST_MIB]`
+//! `cargo run --release -p cmt-copy --example gpu [calls|search|crowd|link|pair|rows|files|guard|flavours|pace] [LARGEST_MIB]`
 //!
 //! `calls` prints what single calls of the driver cost, `search` looks for the best row by size and direction, `crowd`
 //! measures fresh destinations, CPU time and many threads, `link` what CPUs leave of the link's speed, `pair` two GPUs,
-//! `rows` rectangles, `files` mapped files, `guard` what the guard costs, `flavours` (a)synchronous copies on idle and busy streams.
+//! `rows` rectangles, `files` mapped files, `guard` what the guard costs, `flavours` (a)synchronous copies on idle and busy streams,
+//! `pace` short copies that come in a row and one at a time.
 //! Further arguments `SLOT SLICE RING THREADS STORE` (KiB, KiB, KiB) replace the default plan by one row.
 #![expect(unsafe_code, reason = "calls the CUDA driver directly")]
 
@@ -47,6 +48,7 @@ mod files;
 mod flavours;
 mod guard;
 mod link;
+mod pace;
 mod pair;
 mod rows;
 mod search;
@@ -128,6 +130,22 @@ impl Gpu {
             cuda!(self.library, "cuMemcpyDtoH_v2", host => *mut u8, self.device => u64, bytes => usize)
         } else {
             cuda!(self.library, "cuMemcpyHtoD_v2", self.device => u64, host => *mut u8, bytes => usize)
+        };
+        assert_eq!(code, 0);
+    }
+
+    /// The stock copy, asynchronous.
+    fn stock_async(&self, request: &Request) {
+        let name = match request.function {
+            DTOH_ASYNC => "cuMemcpyDtoHAsync_v2",
+            _ => "cuMemcpyHtoDAsync_v2",
+        };
+        let address = symbol(self.library, name);
+        // SAFETY: cuda.h's signature; both ranges are as long as the copy.
+        let code = unsafe {
+            let copy: unsafe extern "C" fn(u64, u64, usize, usize) -> i32 =
+                core::mem::transmute(address);
+            copy(request.dst, request.src, request.bytes, request.stream)
         };
         assert_eq!(code, 0);
     }
@@ -325,6 +343,7 @@ fn main() {
     let mode = arguments.next_if(|argument| {
         [
             "calls", "search", "crowd", "link", "pair", "rows", "files", "guard", "flavours",
+            "pace",
         ]
         .contains(&argument.as_str())
     });
@@ -361,6 +380,7 @@ fn main() {
         Some("flavours") => {
             return flavours::print(&gpu, cpus, largest, [host, target.as_mut_ptr()]);
         }
+        Some("pace") => return pace::print(&gpu, plan, host),
         Some("rows") => return rows::print(&gpu, cpus, host),
         Some("link") => return link::print(&gpu, host),
         Some("pair") => return pair::print(&gpu, cpus, largest),
