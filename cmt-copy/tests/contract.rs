@@ -75,7 +75,7 @@ fn an_asynchronous_upload_is_compared_with_stock_where_its_stream_is_idle() {
     let context = Context::new();
     let engine = mock::engine(mock::one_row(MIB, 64 * KIB, 4 * MIB, 2, 0), 2).guarded();
     let stream = context.stream();
-    let bytes = 64 << 10;
+    let bytes = 2 << 20;
     let mut target = device(&context, bytes);
     let mut sampled = |busy: bool| {
         let mut sampled = 0;

@@ -99,7 +99,9 @@ pub fn print(gpu: &Gpu, cpus: u32, largest: usize, buffers: [*mut u8; 2]) {
         cpu_seconds() - before
     );
 
-    for bytes in [1usize << 20, 64 << 20] {
+    engine.shutdown();
+    let engine = gpu.engine(estimate(cpus)).guarded();
+    for bytes in [256usize << 10, 1 << 20, 64 << 20] {
         for to_host in [false, true] {
             for threads in [1usize, 2, 4, 8, 16] {
                 let mut rates = [0.0; 2];
@@ -158,9 +160,9 @@ pub fn print(gpu: &Gpu, cpus: u32, largest: usize, buffers: [*mut u8; 2]) {
                         *least.unwrap_or(&0) as f64 / *most.unwrap_or(&1).max(&1) as f64;
                 }
                 println!(
-                    "threads {} {:>2} MiB: {threads:>2} at once: stock {:>6.2} staged {:>6.2} GB/s in all, least/most {:.2} and {:.2}",
+                    "threads {} {:>5} KiB: {threads:>2} at once: stock {:>6.2} staged {:>6.2} GB/s in all, least/most {:.2} and {:.2}",
                     if to_host { "DtoH" } else { "HtoD" },
-                    bytes >> 20,
+                    bytes >> 10,
                     rates[0],
                     rates[1],
                     fairness[0],

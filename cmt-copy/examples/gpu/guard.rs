@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use cmt_copy::{Engine, Outcome, PassReason, Request};
+use cmt_copy::{Engine, PassReason, Request};
 
 use super::{DTOH, DTOH_ASYNC, Gpu};
 
@@ -21,7 +21,7 @@ pub fn print(gpu: &Gpu, cpus: u32, buffers: [*mut u8; 2]) {
                 for (engine, seconds) in engines.iter().zip(&mut seconds) {
                     let start = Instant::now();
                     for _ in 0..COPIES {
-                        sampled += u64::from(copy(gpu, engine, to_host, host, bytes));
+                        sampled += u64::from(gpu.maybe_staged(engine, to_host, host, bytes, 0));
                     }
                     // The first warms up.
                     if turn > 0 {
@@ -41,24 +41,6 @@ pub fn print(gpu: &Gpu, cpus: u32, buffers: [*mut u8; 2]) {
                 COPIES * (turns + 1),
             );
             engines.iter().for_each(Engine::shutdown);
-        }
-    }
-}
-
-/// As a hook does it; true if it was stock's.
-pub fn copy(gpu: &Gpu, engine: &Engine, to_host: bool, host: *mut u8, bytes: usize) -> bool {
-    let request = gpu.request(to_host, false, host, bytes, 0);
-    // SAFETY: both ranges are as long as the largest copy.
-    match unsafe { engine.copy(&request) } {
-        Outcome::Staged(code) => {
-            assert_eq!(code, 0);
-            false
-        }
-        Outcome::Pass(reason) => {
-            let start = Instant::now();
-            gpu.stock(to_host, host, bytes);
-            note_passed(engine, reason, &request, start);
-            true
         }
     }
 }

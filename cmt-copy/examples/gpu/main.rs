@@ -210,7 +210,7 @@ impl Gpu {
         assert_eq!(code, 0);
     }
 
-    /// The same as a hook does it: stock where the engine passes.
+    /// The same as a hook does it: stock where the engine passes, which it returns.
     fn maybe_staged(
         &self,
         engine: &Engine,
@@ -218,12 +218,20 @@ impl Gpu {
         host: *mut u8,
         bytes: usize,
         offset: usize,
-    ) {
+    ) -> bool {
         let request = self.request(to_host, false, host, bytes, offset);
         // SAFETY: both ranges lie within the buffers.
         match unsafe { engine.copy(&request) } {
-            Outcome::Staged(code) => assert_eq!(code, 0),
-            Outcome::Pass(_) => self.stock_at(to_host, host, bytes, offset),
+            Outcome::Staged(code) => {
+                assert_eq!(code, 0);
+                false
+            }
+            Outcome::Pass(reason) => {
+                let start = Instant::now();
+                self.stock_at(to_host, host, bytes, offset);
+                guard::note_passed(engine, reason, &request, start);
+                true
+            }
         }
     }
 

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use cmt_copy::{Engine, Plan};
 
+use crate::Gpu;
 use crate::crowd::median;
-use crate::{Gpu, guard};
 
 /// Copies of one turn, and turns of each side.
 const COPIES: usize = 24;
@@ -90,7 +90,7 @@ fn turn(
         }
         let start = Instant::now();
         match engine {
-            Some(engine) => drop(guard::copy(gpu, engine, false, host, bytes)),
+            Some(engine) => _ = gpu.maybe_staged(engine, false, host, bytes, 0),
             None => gpu.stock(false, host, bytes),
         }
         times[0].push(start.elapsed().as_secs_f64() * 1e6);
