@@ -1,7 +1,7 @@
 //! The guard: now and then a copy of a size class goes to stock and is timed, as is a staged one. A class that loses goes to
 //! stock for a while, then is tried again.
 //!
-//! Only linear copies on idle streams are judged, by what the caller feels: how long the call takes. Behind other work an
+//! Only linear copies on idle streams, with no other beside them, are judged, by what the caller feels: how long the call takes. Behind other work an
 //! asynchronous HtoD comes back at once or when the stream is done, and both say nothing of the copier.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};

@@ -71,30 +71,6 @@ fn behind_other_work_an_upload_is_not_sent_in_pieces() {
 }
 
 #[test]
-fn an_asynchronous_upload_is_compared_with_stock_where_its_stream_is_idle() {
-    let context = Context::new();
-    let engine = mock::engine(mock::one_row(MIB, 64 * KIB, 4 * MIB, 2, 0), 2).guarded();
-    let stream = context.stream();
-    let bytes = 2 << 20;
-    let mut target = device(&context, bytes);
-    let mut sampled = |busy: bool| {
-        let mut sampled = 0;
-        for seed in 0..1024 {
-            let gate = busy.then(|| stream.block());
-            let outcome = upload(&engine, &mut target, bytes, stream.handle, seed);
-            sampled += u32::from(outcome == passed(PassReason::Sampled));
-            gate.into_iter().for_each(|gate| gate.open());
-            stream.finish();
-        }
-        sampled
-    };
-    assert_eq!(within_30_s(|| sampled(true)), 0);
-    let sampled = within_30_s(|| sampled(false));
-    assert!((1..=64).contains(&sampled), "{sampled}");
-    engine.shutdown();
-}
-
-#[test]
 fn an_upload_that_does_not_fit_hands_its_rest_to_stock_and_does_not_wait() {
     let context = Context::new();
     let engine = mock::engine(mock::one_row(256 * KIB, 64 * KIB, MIB, 2, 0), 2);
