@@ -47,7 +47,16 @@ fn run(attached: bool, devices: u32, arguments: &[&str]) -> Account {
     let victim = Victim::spawn(command);
     let pid = victim.pid.to_string();
     if attached {
-        let done = cmt(["attach", &pid, "--before", "0s", "--after", "0s"]);
+        let whole = [
+            "attach",
+            &pid,
+            "--unguarded",
+            "--before",
+            "0s",
+            "--after",
+            "0s",
+        ];
+        let done = cmt(whole);
         assert_eq!(done.code, Some(0), "{done:#?}");
     }
     fs::write(&go, "").expect("let it go");

@@ -153,7 +153,7 @@ fn every_copy_is_staged_from_the_first_one_on() {
     };
     // Linked to libcuda, through libcudart, and with a runtime of its own that loads libcuda by dlopen.
     for victim in ["victim-drv", "victim-rt", "victim-static-rt"] {
-        let mut tune = Tune::victim(victim, &["--bytes", "1M", "--exact", "--calls", "60"]);
+        let mut tune = Tune::victim(victim, &["--bytes", "2M", "--exact", "--calls", "60"]);
         let ended = tune.finish();
         assert_eq!(ended.code, Some(0), "{victim}: {ended:#?}");
         let said: Value =
@@ -184,7 +184,7 @@ fn processes_that_the_program_starts_are_tuned_too() {
         return;
     };
     let victim = built().victim("victim-drv").display().to_string();
-    let copy = format!("{victim} --bytes 1M --exact --calls 20");
+    let copy = format!("{victim} --bytes 2M --exact --calls 20");
     let mut tune = Tune::shell(&format!("{copy} & bash -c '{copy}'; wait $!"));
     let ended = tune.finish();
     assert_eq!(ended.code, Some(0), "{ended:#?}");
@@ -198,7 +198,7 @@ def load(mode=ctypes.DEFAULT_MODE):
     return ctypes.CDLL("libcuda.so.1", mode=mode)
 def copies(cuda, count):
     context, device = ctypes.c_void_p(), ctypes.c_uint64()
-    bytes = 1 << 20
+    bytes = 2 << 20
     def must(code): assert code == 0, code
     must(cuda.cuInit(0))
     must(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
@@ -405,7 +405,7 @@ fn a_tuned_process_is_shown_detached_and_attached_like_any_other() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let mut tune = Tune::victim("victim-drv", &["--bytes", "1M", "--exact"]);
+    let mut tune = Tune::victim("victim-drv", &["--bytes", "2M", "--exact"]);
     let started = tune.start();
     let wait = || std::thread::sleep(Duration::from_millis(300));
     wait();
@@ -467,7 +467,7 @@ fn a_process_that_outlives_cmt_goes_on_and_its_children_copy_with_stock() {
         return;
     };
     let victim = built().victim("victim-drv").display().to_string();
-    let copy = format!("{victim} --bytes 1M --exact --calls 20");
+    let copy = format!("{victim} --bytes 2M --exact --calls 20");
     let script = format!(
         "echo ready $$; while [ ! -e \"$GO\" ]; do sleep 0.01; done; {copy} > \"$GO.out\"; echo $? > \"$GO.code\""
     );
@@ -550,7 +550,7 @@ fn what_the_user_preloads_stays_and_comes_first() {
         return;
     };
     let jemalloc = "libjemalloc.so.2";
-    let mut tune = Tune::victim("victim-drv", &["--bytes", "1M", "--exact", "--calls", "20"]);
+    let mut tune = Tune::victim("victim-drv", &["--bytes", "2M", "--exact", "--calls", "20"]);
     let ended = Finished::from(
         tune.command
             .env("LD_PRELOAD", jemalloc)
@@ -578,7 +578,7 @@ fn a_process_in_whose_environment_the_socket_is_named_can_be_attached_to() {
     };
     let mut command = Victim::command("victim-drv");
     command
-        .args(["--bytes", "1M", "--exact", "--threads", "4"])
+        .args(["--bytes", "2M", "--exact", "--threads", "4"])
         .env("CMT_TUNE_SOCKET", "/nowhere");
     let victim = Victim::spawn(command);
     let pid = victim.pid.to_string();

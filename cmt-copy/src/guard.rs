@@ -19,7 +19,7 @@ const SHORT_BELOW_BYTES: u64 = 4 << 20;
 /// The last so many times of a class are compared, by their medians.
 const SAMPLES: usize = 8;
 /// A class is judged by so many of either side's times.
-const ENOUGH: u32 = 4;
+const ENOUGH: u32 = 8;
 /// Where a stream is not idle when a copy is to be timed, so many copies after it are tried.
 const TRIES: u32 = 8;
 /// Slower by no more than this is noise.

@@ -283,9 +283,8 @@ impl Engine {
         }
         let is_judged = rows.is_none();
         // Beside other copies a single one by stock has the driver's lock to itself, and looks faster than all by stock are.
-        let is_idle = || {
-            self.lanes.crew.copies() == 0 && stream.query(&self.driver) == driver::code::SUCCESS
-        };
+        let is_idle =
+            || self.lanes.crew.copies() == 0 && stream.query(&self.driver) == driver::code::SUCCESS;
         let turn = match self.guard.as_ref().filter(|_| is_judged) {
             Some(guard) => guard.turn(sides.to_host, wish.bytes, is_idle),
             None => Turn::Stage,

@@ -488,8 +488,10 @@ mod tests {
         ENGINE.store(engine, Ordering::Release);
         assert_eq!(passed(PassReason::BelowCutOver), 3);
         // What the engine says of a driver whose every function fails.
-        assert_eq!(sync_copy::<0>(1, 2, 1000), 1000);
+        assert_eq!(sync_copy::<0>(1, 2, 2 << 20), 2 << 20);
         assert_eq!(passed(PassReason::NotHostToDevice), 1);
+        assert_eq!(sync_copy::<0>(1, 2, 1000), 1000, "short, the first");
+        assert_eq!(passed(PassReason::Alone), 1);
         assert!(disable(Duration::ZERO));
         assert_eq!(sync_copy::<0>(1, 2, 999), 999);
         assert_eq!(passed(PassReason::Disabled), 1);

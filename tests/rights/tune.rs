@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::place::{Place, USER, run};
 use crate::with_others;
 
-const COMMAND: [&str; 5] = ["--bytes", "1M", "--exact", "--calls", "20"];
+const COMMAND: [&str; 5] = ["--bytes", "2M", "--exact", "--calls", "20"];
 
 /// Runs `cmt tune` as a user with these capabilities and a folder of his own; what it has kept of the run, if anything.
 fn tune(place: &Place, capabilities: &[&str], args: &[&str]) -> (Finished, Option<Value>) {

@@ -19,7 +19,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { BYTES = 1 << 20 };
+enum { BYTES = 2 << 20 };
 
 typedef int (*function)();
 static function init, retain, set_current, allocate, up, down;

@@ -1,7 +1,8 @@
 # The sections `contract` and `mps` of run.sh, which sources this: the contract program stock and patched, compared.
 # shellcheck shell=bash disable=SC2154
 
-# Runs the contract program: run_contract INTO CMT ARGUMENTS...; CMT patches it before it starts, or is empty for stock.
+# Runs the contract program: run_contract INTO CMT ARGUMENTS...; CMT patches it before it starts, or is empty for stock. Without
+# the guard, so that short copies that come one at a time are staged, too.
 # INTO gets its lines, what it wrote to standard error, and its exit code as the last line.
 run_contract() {
     local into=$1 tool=$2 pid child code
@@ -11,7 +12,7 @@ run_contract() {
     child=$!
     pid=$(ready "$into" 2> /dev/null)
     if [ -n "$tool" ] && [ -n "$pid" ]; then
-        "$tool" attach "$pid" --before 0s --after 0s > "$into.attach" 2>&1 || echo "attach: $(tail -1 "$into.attach")" >> "$into.err"
+        "$tool" attach "$pid" --unguarded --before 0s --after 0s > "$into.attach" 2>&1 || echo "attach: $(tail -1 "$into.attach")" >> "$into.err"
     fi
     touch "$into.go"
     while [ -n "$tool" ] && kill -0 "$child" 2> /dev/null; do

@@ -33,6 +33,9 @@ pub struct Args {
     /// Copy by the plan in this file instead of the estimate for this machine
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
+    /// Stage every copy that the plan stages, also where the driver is faster
+    #[arg(long)]
+    unguarded: bool,
     /// Detach again at the end
     #[arg(long)]
     revert: bool,
@@ -134,7 +137,10 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     if tracer.as_ref().is_some_and(Tracer::ended) {
         bail!("process {} ended before it could be attached to", args.pid);
     }
-    let attached = keeper::attach(&target, &plan, threads)?;
+    let attached = match args.unguarded {
+        false => keeper::attach(&target, &plan, threads)?,
+        true => keeper::attach_unguarded(&target, &plan, threads)?,
+    };
     let after = window(tracer.as_ref(), "after", args.after)?;
     let comparison =
         Comparison::new(&Window::new(&before.seen), &Window::new(&after.seen)).judged_by(&plan);
