@@ -104,7 +104,8 @@ impl Gain {
                 continue;
             };
             let bytes = stat.bytes / stat.count().max(1);
-            if !is_staged(&plan, way == 1, bytes) {
+            // Nobody has seen whether they come in a row, and one at a time short ones are left to the driver.
+            if !is_staged(&plan, way == 1, bytes) || cmt_copy::is_paced(way == 1, bytes) {
                 continue;
             }
             staged += stat.count();
@@ -255,7 +256,7 @@ mod tests {
         let stuck = copies(
             Direction::HtoD,
             MemoryKind::Pageable,
-            1 << 20,
+            2 << 20,
             &[1_000_000_000; 10],
         );
         let of_stuck = gain(&stuck, &means(16)).saved_s_per_minute;
@@ -284,6 +285,12 @@ mod tests {
             &[2_000_000; 10],
         );
         let small = copies(Direction::HtoD, MemoryKind::Pageable, 4096, &[20_000; 10]);
+        let short = copies(
+            Direction::HtoD,
+            MemoryKind::Pageable,
+            1 << 20,
+            &[140_000; 10],
+        );
         let slow = copies(
             Direction::DtoH,
             MemoryKind::Pageable,
@@ -293,6 +300,7 @@ mod tests {
         for (copies, means, word, saved) in [
             (&pinned, means(16), "no copies of pageable", Some(0.0)),
             (&small, means(16), "small", Some(0.0)),
+            (&short, means(16), "small", Some(0.0)),
             (&slow, means(1), "one CPU", Some(0.0)),
             (
                 &slow,
