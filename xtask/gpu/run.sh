@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs on a machine with an NVIDIA GPU, as root, from the project's folder, after `cargo xtask gpu` has made the bundle:
 #
-#     xtask/gpu/run.sh [facts] [engine] [crowd] [link] [pair] [rows] [files] [guard] [flavours] [contract] [mps] [trace] [launch] [tune] [workloads] [pytorch] [static] [pause] [bench]     (all of them by default)
+#     xtask/gpu/run.sh [facts] [engine] [crowd] [link] [pair] [rows] [files] [guard] [flavours] [pace] [contract] [mps] [trace] [launch] [tune] [workloads] [pytorch] [static] [pause] [bench]     (all of them by default)
 #
 # Ends with a short table. Needs nvcc and PyTorch there, but no Rust.
 set -uo pipefail
@@ -12,7 +12,7 @@ out=${OUT:-/tmp/cmt-gpu}
 mkdir -p "$out"
 summary=$out/summary.txt
 : > "$summary"
-sections=${*:-facts engine crowd link pair rows files guard flavours contract mps trace launch tune workloads pytorch static pause bench}
+sections=${*:-facts engine crowd link pair rows files guard flavours pace contract mps trace launch tune workloads pytorch static pause bench}
 export LD_LIBRARY_PATH="$PWD/$bundle/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 say() { printf '%s\n' "$*" | tee -a "$summary"; }
@@ -84,7 +84,7 @@ for section in $sections; do
         "$bundle/engine" 1024 2>&1 | tee "$out/engine.txt"
         [ "${PIPESTATUS[0]}" = 0 ] || fail "engine"
         ;;
-    crowd | link | pair | rows | files | guard | flavours)
+    crowd | link | pair | rows | files | guard | flavours | pace)
         "$bundle/engine" "$section" 1024 2>&1 | tee "$out/$section.txt"
         [ "${PIPESTATUS[0]}" = 0 ] || fail "$section"
         ;;
