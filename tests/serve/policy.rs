@@ -313,6 +313,8 @@ fn a_policy_that_cannot_be_carried_out_is_an_error() {
         missing.refusal().contains("/nowhere/policy.yml"),
         "{missing:?}"
     );
+    let none = cmt(["serve", "--max-workloads", "0"]);
+    assert_eq!(none.code, Some(2), "{none:?}");
     // What it may not do it does not begin.
     fs::write(path, "mode: attach\nrules: [{workload: 'a*', min_gain: 1}]").expect("write");
     let mut command = Command::new("setpriv");

@@ -30,8 +30,8 @@ pub struct Args {
     /// How long to trace afterwards
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = duration::parse)]
     after: Duration,
-    /// Copy by the plan in this file instead of the estimate for this machine
-    #[arg(long, value_name = "FILE")]
+    /// Copy by this profile, a file or one that cmt brings along, instead of the estimate for this machine
+    #[arg(long, value_name = "NAME|FILE")]
     profile: Option<PathBuf>,
     /// Stage every copy that the plan stages, also where the driver is faster
     #[arg(long)]

@@ -15,8 +15,8 @@ pub struct Args {
     /// Copy no more than this at once (64KiB, 16MiB, 2GiB) [default: 1GiB]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     largest: Option<u64>,
-    /// Copy by the plan in this file instead of the estimate for this machine
-    #[arg(long, value_name = "FILE")]
+    /// Copy by this profile, a file or one that cmt brings along, instead of the estimate for this machine
+    #[arg(long, value_name = "NAME|FILE")]
     profile: Option<PathBuf>,
     /// Show the report in this file, which --json has written, and measure nothing
     #[arg(long, value_name = "FILE", conflicts_with_all = ["quick", "largest", "profile"])]

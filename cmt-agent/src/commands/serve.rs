@@ -5,8 +5,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use clap::builder::RangedU64ValueParser;
 
 use crate::fleet::http_config::{self, Access};
+use crate::link::Link;
 use crate::probes::rights::{self, Deed};
 use crate::serve::otlp::Push;
 use crate::serve::policy::{Mode, Policy};
@@ -25,7 +27,8 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     web_config: Option<PathBuf>,
     /// Workloads that are told apart; what comes later counts as "other"
-    #[arg(long, value_name = "N", default_value_t = MOST_WORKLOADS)]
+    #[arg(long, value_name = "N", default_value_t = MOST_WORKLOADS,
+          value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     max_workloads: usize,
     /// How long a workload's name stays after its last process, if another needs the room
     #[arg(long, value_name = "TIME", default_value = "24h", value_parser = duration::parse)]
@@ -99,6 +102,11 @@ fn policy(path: &Path) -> anyhow::Result<Policy> {
             "{} is to attach to processes: {}; nothing was traced",
             path.display(),
             rights::refusal(deed)
+        );
+    }
+    if Link::best().is_none() {
+        eprintln!(
+            "cmt: warning: no GPU's link is known here (sysfs), so no gain can be estimated and the policy attaches to nothing"
         );
     }
     Ok(policy)

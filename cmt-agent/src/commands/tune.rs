@@ -18,8 +18,8 @@ pub struct Args {
     /// What to spend on the plan
     #[arg(long, value_enum, value_name = "KIND", default_value = "fast")]
     search: Kind,
-    /// Take the plan in this file, and search for none
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["search", "fresh"])]
+    /// Take the plan of this profile, a file or one that cmt brings along, and search for none
+    #[arg(long, value_name = "NAME|FILE", conflicts_with_all = ["search", "fresh"])]
     profile: Option<PathBuf>,
     /// Write the plan as a profile
     #[arg(long, value_name = "FILE")]

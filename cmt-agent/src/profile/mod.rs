@@ -183,8 +183,13 @@ pub fn read(path: &Path) -> Result<Plan, ProfileError> {
     read_file(path).map(|(_, plan)| plan)
 }
 
-/// Reads a profile and checks that it makes sense.
+/// Reads a profile and checks that it makes sense: the file, or where there is none the one of that name that `cmt` brings
+/// along.
 pub fn read_file(path: &Path) -> Result<(File, Plan), ProfileError> {
+    let named = known::all().find(|(name, _)| Path::new(name) == path);
+    if let Some((_, text)) = named.filter(|_| !path.exists()) {
+        return parse_file(text, path);
+    }
     let mut text = Vec::new();
     fs::File::open(path)
         .and_then(|file| file.take(MOST_FILE + 1).read_to_end(&mut text))
@@ -460,6 +465,16 @@ mod tests {
             (4, store::NON_TEMPORAL)
         );
         assert_eq!(plan.dtoh, Plan::NONE.dtoh);
+    }
+
+    #[test]
+    fn one_that_cmt_brings_along_goes_by_its_name() {
+        for (name, _) in known::all() {
+            let (file, _) = read_file(Path::new(name)).expect("a profile");
+            assert!(file.measured.is_some(), "{name}");
+        }
+        let error = read(Path::new("nvidia-none-1")).expect_err("no such file");
+        assert!(error.to_string().contains("nvidia-none-1"), "{error}");
     }
 
     #[test]
