@@ -57,7 +57,7 @@ fn held_by(tool: &str, args: &[&str]) {
     let Some(_turn) = require_packages(Rung::StandIn, &[(tool, tool)]) else {
         return;
     };
-    let mut victim = Victim::start("victim-drv", ["--bytes", "2M"]);
+    let mut victim = Victim::start("victim-drv", ["--bytes", "1M,2M"]);
     victim.next_line().expect("all its threads are there");
     let mut command = Command::new(tool);
     command.args(args).arg(victim.pid.to_string());
@@ -107,7 +107,7 @@ fn gdb_after_an_attach() {
     else {
         return;
     };
-    let victim = Victim::start("victim-drv", ["--bytes", "2M"]);
+    let victim = Victim::start("victim-drv", ["--bytes", "1M,2M"]);
     victim.next_line().expect("all its threads are there");
     let pid = victim.pid.to_string();
     let look = || {

@@ -15,7 +15,7 @@ fn it_finishes_when_it_is_told_to_end() {
         return;
     };
     // As service managers do with every process of a unit that is stopped.
-    let mut victim = Victim::start("victim-drv", ["--bytes", "2M", "--idle-threads", "6"]);
+    let mut victim = Victim::start("victim-drv", ["--bytes", "1M,2M", "--idle-threads", "6"]);
     let mut told = 0;
     for number in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT] {
         for _ in 0..5 {
@@ -39,7 +39,7 @@ fn a_payload_that_was_told_nothing_is_taken_out() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let mut victim = Victim::start("victim-drv", ["--bytes", "2M"]);
+    let mut victim = Victim::start("victim-drv", ["--bytes", "1M,2M"]);
     cycles(&mut victim, 1);
     let code = victim.code("libcuda.so");
     let mut left = 0;
@@ -64,7 +64,7 @@ fn another_cmt_waits_its_turn() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let mut victim = Victim::start("victim-drv", ["--bytes", "2M"]);
+    let mut victim = Victim::start("victim-drv", ["--bytes", "1M,2M"]);
     let pid = victim.pid.to_string();
     cycles(&mut victim, 1);
     let mut met = 0;

@@ -46,7 +46,7 @@ fn works_or_refuses(victim: &mut Victim) -> Option<String> {
 /// A copying program of a user who may have `threads` threads.
 fn of_a_user_with(threads: u64) -> Victim {
     let mut program = Victim::command("victim-drv");
-    program.args(["--bytes", "2M"]);
+    program.args(["--bytes", "1M,2M"]);
     let mut command = Command::new("prlimit");
     command.arg(format!("--nproc={threads}:{threads}"));
     command.arg(program.get_program()).args(program.get_args());
@@ -95,7 +95,7 @@ fn no_more_descriptors_allowed() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let mut victim = Victim::start("victim-drv", ["--bytes", "2M"]);
+    let mut victim = Victim::start("victim-drv", ["--bytes", "1M,2M"]);
     victim.next_line().expect("all its descriptors are open");
     let open = fs::read_dir(format!("/proc/{}/fd", victim.pid)).expect("descriptors");
     let open = open.count() as u64;
@@ -164,7 +164,7 @@ fn confined(how: &str) -> Victim {
     command.env("LD_PRELOAD", built().victim("libconfine.so"));
     command
         .env("CONFINE", how)
-        .args(["--threads", "2", "--bytes", "2M"]);
+        .args(["--threads", "2", "--bytes", "1M,2M"]);
     let victim = Victim::spawn(command);
     victim.next_line().expect("all its threads are there");
     victim

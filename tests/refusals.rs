@@ -318,7 +318,7 @@ fn code_that_somebody_else_has_changed() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
-    let mut victim = Victim::start("victim-drv", ["--bytes", "2M"]);
+    let mut victim = Victim::start("victim-drv", ["--bytes", "1M,2M"]);
     let pid = victim.pid.to_string();
     assert_eq!(attach(victim.pid).code, Some(0));
     assert_eq!(cmt(["detach", &pid]).code, Some(0));

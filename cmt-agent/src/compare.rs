@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use cmt_common::api::{Direction, MemoryKind};
-use cmt_common::control::Plan;
+use cmt_common::control::{Plan, SIZE_CLASSES, size_class};
 use cmt_common::event::CopyKey;
 use cmt_common::histogram::{BUCKETS, bucket_bounds, bucket_of, size_class_bytes};
 use comfy_table::{CellAlignment, Table, presets};
@@ -77,6 +77,12 @@ pub struct Row {
     pub staged: bool,
 }
 
+/// Bytes by direction (HtoD, DtoH) and size class.
+pub type StagedBytes = [[u64; SIZE_CLASSES]; 2];
+
+/// Nothing of any class.
+pub const NONE_STAGED: StagedBytes = [[0; SIZE_CLASSES]; 2];
+
 /// The comparison of two windows.
 #[derive(Clone, Debug)]
 pub struct Comparison {
@@ -122,14 +128,23 @@ impl Comparison {
         Self { rows }
     }
 
-    /// The same, with the classes marked that `plan` leaves to the original function.
-    pub fn judged_by(mut self, plan: &Plan) -> Self {
-        for (row, ..) in &mut self.rows {
+    /// The same, with the classes marked that `plan` leaves to the original function, and those that are staged by the
+    /// caller's pace of which less than half was.
+    pub fn judged_by(mut self, plan: &Plan, staged: &StagedBytes) -> Self {
+        for (row, _, after) in &mut self.rows {
+            let to_host = row.direction == Direction::DtoH.name();
             let rows = match row.direction {
-                direction if direction == Direction::DtoH.name() => &plan.dtoh,
+                _ if to_host => &plan.dtoh,
                 direction if direction == Direction::HtoD.name() => &plan.htod,
                 _ => continue,
             };
+            if cmt_copy::is_paced(to_host, row.size_class_bytes) {
+                let staged = staged[0][size_class(row.size_class_bytes)];
+                if staged < after.bytes / 2 || staged == 0 {
+                    row.staged = false;
+                    continue;
+                }
+            }
             let last = row.size_class_bytes.saturating_mul(2).saturating_sub(1);
             row.staged = rows
                 .iter()
@@ -361,6 +376,24 @@ mod tests {
             text.lines().all(|line| line.chars().count() <= 80),
             "{text}"
         );
+    }
+
+    #[test]
+    fn short_copies_to_the_device_count_as_staged_where_most_of_them_were() {
+        let plan = cmt_copy::plan::estimate(16);
+        let judged = |direction, bytes: u64, staged_bytes| {
+            let seen = window(direction, MemoryKind::Pageable, bytes, &[1000; 10]);
+            let mut staged = NONE_STAGED;
+            staged[0][size_class(bytes)] = staged_bytes;
+            let comparison = Comparison::new(&seen, &seen).judged_by(&plan, &staged);
+            comparison.rows().next().expect("one row").staged
+        };
+        let (kib, mib) = (1 << 10, 1 << 20);
+        assert!(!judged(Direction::HtoD, 64 * kib, 10 * mib), "by no plan");
+        assert!(!judged(Direction::HtoD, mib, 4 * mib));
+        assert!(judged(Direction::HtoD, mib, 5 * mib));
+        assert!(judged(Direction::HtoD, 2 * mib, 0));
+        assert!(judged(Direction::DtoH, mib, 0));
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! The guard: now and then a copy of a size class goes to stock and is timed, as is a staged one. A class that loses goes to
 //! stock for a while, then is tried again.
 //!
-//! Only linear copies on idle streams, with no other beside them, are judged, by what the caller feels: how long the call takes. Behind other work an
+//! Only linear copies on idle streams, with no other at work beside them, are judged, by what the caller feels: how long the
+//! call takes. Behind other work an
 //! asynchronous HtoD comes back at once or when the stream is done, and both say nothing of the copier.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -18,14 +19,22 @@ const LATER_EVERY: u32 = 2048;
 const SHORT_BELOW_BYTES: u64 = 4 << 20;
 /// The last so many times of a class are compared, by their medians.
 const SAMPLES: usize = 8;
-/// A class is judged by so many of either side's times.
-const ENOUGH: u32 = 8;
+/// A class is judged by so many of either side's times; short copies are many, and their times differ more.
+const ENOUGH: u32 = 4;
+const ENOUGH_SHORT: u32 = 8;
 /// Where a stream is not idle when a copy is to be timed, so many copies after it are tried.
 const TRIES: u32 = 8;
 /// Slower by no more than this is noise.
 const NOISE: f64 = 1.05;
 /// How long a class that lost goes to stock.
 const OFF_FOR: Duration = Duration::from_secs(60);
+
+fn enough(bytes: u64) -> u32 {
+    match bytes < SHORT_BELOW_BYTES {
+        true => ENOUGH_SHORT,
+        false => ENOUGH,
+    }
+}
 
 /// What is to be done with a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,7 +106,7 @@ impl Class {
         }
         let number = self.copies.fetch_add(1, Ordering::Relaxed);
         let dice = number.wrapping_mul(0x9E37_79B1) >> 16;
-        let every = match self.stock.count().min(self.staged.count()) < ENOUGH {
+        let every = match self.stock.count().min(self.staged.count()) < enough(bytes) {
             true if bytes < SHORT_BELOW_BYTES => SHORT_EVERY,
             true => EVERY,
             false => LATER_EVERY,
@@ -164,8 +173,8 @@ impl Guard {
         let for_a_mib = u64::try_from((took.as_nanos() << 20) / u128::from(bytes.max(1)));
         let times = if staged { &class.staged } else { &class.stock };
         times.note(for_a_mib.unwrap_or(u64::MAX));
-        let enough = class.stock.count().min(class.staged.count()) >= ENOUGH;
-        if enough && class.staged.median() as f64 > NOISE * class.stock.median() as f64 {
+        let has_enough = class.stock.count().min(class.staged.count()) >= enough(bytes);
+        if has_enough && class.staged.median() as f64 > NOISE * class.stock.median() as f64 {
             let until = self.now_ms() + OFF_FOR.as_millis() as u64;
             class.off_until_ms.store(until, Ordering::Relaxed);
         }
@@ -177,7 +186,7 @@ impl Guard {
         let sides = [&class.stock, &class.staged];
         sides
             .iter()
-            .all(|side| side.count() >= ENOUGH)
+            .all(|side| side.count() >= enough(bytes))
             .then(|| sides.map(Times::median))
     }
 

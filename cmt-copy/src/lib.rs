@@ -109,8 +109,9 @@ impl Engine {
         }
     }
 
-    /// The same engine with a guard: some calls pass as [`PassReason::Sampled`] or [`PassReason::Alone`], and the caller says
-    /// by [`Engine::note_stock`] and [`note_alone`] that the original has returned; size classes that lose pass.
+    /// The same engine with a guard: some calls pass as [`PassReason::Sampled`], and the caller says by
+    /// [`Engine::note_stock`] how long they took; size classes that lose pass, and so do short copies to the device that come
+    /// one at a time. Of calls that are paced the caller says by [`note_paced`] that the original has returned.
     pub fn guarded(self) -> Self {
         Self {
             guard: Some(Guard::new()),
@@ -122,9 +123,6 @@ impl Engine {
     pub fn note_stock(&self, to_host: bool, bytes: usize, took: Duration) {
         if let Some(guard) = &self.guard {
             guard.note(false, to_host, bytes as u64, took);
-        }
-        if is_paced(to_host, bytes as u64) {
-            pace::ended();
         }
     }
 
@@ -218,7 +216,15 @@ impl Engine {
     /// As [`Engine::copy`].
     unsafe fn fulfil(&self, wish: Result<Wish, PassReason>) -> (Outcome, bool) {
         let mut to_host = false;
-        let prepared = wish.and_then(|wish| Ok((self.prepare(&wish, &mut to_host)?, wish.bytes)));
+        let prepared = wish.and_then(|wish| {
+            to_host = wish.direction == Direction::DtoH;
+            let prepared = self.prepare(&wish, &mut to_host);
+            // Whoever copies pinned memory in a row is asked once in a while only.
+            if matches!(prepared, Err(PassReason::NotPageable)) && is_paced(to_host, wish.bytes) {
+                pace::forget();
+            }
+            Ok((prepared?, wish.bytes))
+        });
         let ((copy, timed_from), bytes) = match prepared {
             Ok(prepared) => prepared,
             Err(reason) => return (Outcome::Pass(reason), to_host),
@@ -232,7 +238,7 @@ impl Engine {
         if let (Some(start), Some(guard), Outcome::Staged(0)) = (timed_from, &self.guard, outcome) {
             guard.note(true, to_host, bytes, start.elapsed());
         }
-        if self.guard.is_some() && is_paced(to_host, bytes) {
+        if is_paced(to_host, bytes) && matches!(outcome, Outcome::Staged(_)) {
             pace::ended();
         }
         (outcome, to_host)
@@ -284,7 +290,7 @@ impl Engine {
         let is_judged = rows.is_none();
         // Beside other copies a single one by stock has the driver's lock to itself, and looks faster than all by stock are.
         let is_idle =
-            || self.lanes.crew.copies() == 0 && stream.query(&self.driver) == driver::code::SUCCESS;
+            || !self.lanes.are_at_work() && stream.query(&self.driver) == driver::code::SUCCESS;
         let turn = match self.guard.as_ref().filter(|_| is_judged) {
             Some(guard) => guard.turn(sides.to_host, wish.bytes, is_idle),
             None => Turn::Stage,
@@ -340,8 +346,8 @@ impl Engine {
 
     /// Passes a copy `to_device` that is short and comes alone, where there is a guard.
     fn check_pace(&self, wish: &Wish, to_device: bool) -> Result<(), PassReason> {
-        let is_judged = wish.rectangle.is_none() && self.guard.is_some();
-        match is_judged && is_paced(!to_device, wish.bytes) && !pace::begins(wish.bytes) {
+        let is_judged = self.guard.is_some() && is_paced(!to_device, wish.bytes);
+        match is_judged && !pace::begins(wish.bytes) {
             true => Err(PassReason::Alone),
             false => Ok(()),
         }
@@ -419,8 +425,8 @@ pub fn is_paced(to_host: bool, bytes: u64) -> bool {
     !to_host && pace::is_short(bytes)
 }
 
-/// The original function has returned on this thread, for a call that has passed as [`PassReason::Alone`].
-pub fn note_alone() {
+/// The original function has returned on this thread, for a call of a kind that is paced.
+pub fn note_paced() {
     pace::ended();
 }
 

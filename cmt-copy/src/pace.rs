@@ -4,37 +4,64 @@
 //! of new memory (`docs/benchmarks.md`). Who begins a copy sooner than it could have come by new bytes since the last one has
 //! none, and mostly finds helpers awake.
 
-use core::cell::Cell;
-use core::time::Duration;
-use std::time::Instant;
+#![expect(unsafe_code, reason = "asks libc for the time and for the thread")]
+
+use core::mem::MaybeUninit;
+use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+
+use crate::protocol::Line;
 
 /// Longer copies need no pace.
 const SHORT_BELOW_BYTES: u64 = 2 << 20;
-/// About as fast as one thread writes new bytes; staged copies of bytes that were written faster, in place, win all the same.
+/// About as fast as one thread comes by new bytes. Where it has written them faster, in place, staged copies win all the same.
 const WRITTEN_BYTES_A_NANOSECOND: u64 = 8;
-/// So many go to stock first: a few in a row are over before waking helpers for them has paid.
-const FIRST: u32 = 4;
+/// A copy that follows at once finds the link busy, which hides how long helpers take to wake.
+const AT_ONCE_NS: u64 = 3_000;
+/// Of others so many go to stock first: a few in a row are over before waking helpers for them has paid.
+const FIRST: i32 = 4;
+/// So many more where it was found that they cannot be staged, since that is not found for nothing.
+const PAUSE: i32 = 16;
+/// Threads that have a place of their own, if no two meet in one.
+const PLACES: usize = 64;
 
-thread_local!(static PACE: Cell<Pace> = const { Cell::new(Pace { ended: None, in_a_row: 0 }) });
+/// By thread. No thread-local variable: a library that was loaded late gets those from the program's `malloc`, under the
+/// loader's lock.
+static PACES: [Line<Pace>; PLACES] = [const { Line(Pace::new()) }; PLACES];
 
-#[derive(Clone, Copy)]
 struct Pace {
-    /// When this thread's last short copy to the device returned.
-    ended: Option<Instant>,
-    /// Copies since one that came late.
-    in_a_row: u32,
+    /// Whose it is. Of two threads that meet here neither keeps its pace.
+    thread: AtomicU64,
+    /// When its last short copy to the device returned, in nanoseconds of the monotonic clock.
+    ended_ns: AtomicU64,
+    /// Copies since one that came late, or less than none.
+    in_a_row: AtomicI32,
 }
 
 impl Pace {
-    fn begins(&mut self, bytes: u64, now: Instant) -> bool {
-        let gap = Duration::from_nanos(bytes / WRITTEN_BYTES_A_NANOSECOND);
-        let is_soon = self.ended.is_some_and(|ended| now - ended <= gap);
-        self.in_a_row = if is_soon {
-            self.in_a_row.saturating_add(1)
-        } else {
-            0
+    const fn new() -> Self {
+        Self {
+            thread: AtomicU64::new(0),
+            ended_ns: AtomicU64::new(0),
+            in_a_row: AtomicI32::new(0),
+        }
+    }
+
+    fn begins(&self, thread: u64, bytes: u64, now_ns: u64) -> bool {
+        let gap = now_ns.saturating_sub(self.ended_ns.load(Ordering::Relaxed));
+        let is_own = self.thread.load(Ordering::Relaxed) == thread;
+        let is_soon = is_own && gap <= bytes / WRITTEN_BYTES_A_NANOSECOND;
+        let before = self.in_a_row.load(Ordering::Relaxed);
+        let in_a_row = match is_soon {
+            true => before.saturating_add(1),
+            false => before.min(0),
         };
-        self.in_a_row >= FIRST
+        self.in_a_row.store(in_a_row, Ordering::Relaxed);
+        in_a_row >= FIRST || in_a_row > 0 && gap <= AT_ONCE_NS
+    }
+
+    fn ended(&self, thread: u64, now_ns: u64) {
+        self.thread.store(thread, Ordering::Relaxed);
+        self.ended_ns.store(now_ns, Ordering::Relaxed);
     }
 }
 
@@ -44,17 +71,39 @@ pub(crate) fn is_short(bytes: u64) -> bool {
 
 /// This thread begins a short copy to the device; whether it keeps pace with those before it.
 pub(crate) fn begins(bytes: u64) -> bool {
-    let mut pace = PACE.get();
-    let keeps = pace.begins(bytes, Instant::now());
-    PACE.set(pace);
-    keeps
+    let (thread, pace) = own();
+    pace.begins(thread, bytes, now_ns())
 }
 
 /// It has returned, staged or not.
 pub(crate) fn ended() {
-    let mut pace = PACE.get();
-    pace.ended = Some(Instant::now());
-    PACE.set(pace);
+    let (thread, pace) = own();
+    pace.ended(thread, now_ns());
+}
+
+/// It was none that could be staged: nobody asks about the next ones.
+pub(crate) fn forget() {
+    own().1.in_a_row.store(-PAUSE, Ordering::Relaxed);
+}
+
+/// This thread's number and place.
+fn own() -> (u64, &'static Pace) {
+    // SAFETY: takes nothing, and cannot fail.
+    let thread = unsafe { libc::pthread_self() } as u64;
+    let place = thread.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - PLACES.ilog2());
+    (thread, &PACES[place as usize].0)
+}
+
+fn now_ns() -> u64 {
+    let mut now = MaybeUninit::<libc::timespec>::zeroed();
+    // SAFETY: writes the structure, or leaves it zero.
+    let now = unsafe {
+        libc::clock_gettime(libc::CLOCK_MONOTONIC, now.as_mut_ptr());
+        now.assume_init()
+    };
+    (now.tv_sec as u64)
+        .wrapping_mul(1_000_000_000)
+        .wrapping_add(now.tv_nsec as u64)
 }
 
 #[cfg(test)]
@@ -63,28 +112,60 @@ mod tests {
 
     #[test]
     fn copies_are_staged_while_they_come_sooner_than_they_could_be_written() {
-        let mut pace = Pace {
-            ended: None,
-            in_a_row: 0,
-        };
-        let mut now = Instant::now();
-        let mut next = |bytes: u64, gap_us| {
-            now += Duration::from_micros(gap_us);
-            let is_staged = pace.begins(bytes, now);
-            now += Duration::from_micros(60);
-            pace.ended = Some(now);
+        let pace = Pace::new();
+        let mut now_ns = 1_000_000_000;
+        let mut next = |thread, bytes: u64, gap_us: u64| {
+            now_ns += 1000 * gap_us;
+            let is_staged = pace.begins(thread, bytes, now_ns);
+            now_ns += 60_000;
+            pace.ended(thread, now_ns);
             is_staged
         };
         let (kib, mib) = (1 << 10, 1 << 20);
-        let staged: Vec<bool> = (0..6).map(|_| next(mib, 20)).collect();
+        let staged: Vec<bool> = (0..6).map(|_| next(1, mib, 20)).collect();
         assert_eq!(staged, [false, false, false, false, true, true]);
-        assert!(next(mib, 131));
-        assert!(next(256 * kib, 32));
-        assert!(!next(256 * kib, 33), "time enough to write it");
+        assert!(next(1, mib, 131));
+        assert!(next(1, 256 * kib, 32));
+        assert!(!next(1, 256 * kib, 33), "time enough to write it");
         for _ in 0..3 {
-            assert!(!next(mib, 131));
+            assert!(!next(1, mib, 131));
         }
-        assert!(next(mib, 131));
-        assert!(!next(mib, 132));
+        assert!(next(1, mib, 131));
+        assert!(!next(1, mib, 132));
+        assert!(next(1, mib, 3), "at once");
+        assert!(!next(1, mib, 500) && !next(1, mib, 4));
+        // Two threads in one place.
+        for _ in 0..8 {
+            assert!(!next(2, mib, 0));
+            assert!(!next(1, mib, 0));
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_staged_is_asked_about_seldom() {
+        let (now_ns, mib) = (1000, 1 << 20);
+        pace_of_this_thread_ends(now_ns);
+        let asked = (0..170).filter(|_| {
+            let (thread, pace) = own();
+            let is_asked = pace.begins(thread, mib, now_ns);
+            if is_asked {
+                forget();
+            }
+            is_asked
+        });
+        assert_eq!(asked.count(), 10);
+    }
+
+    fn pace_of_this_thread_ends(now_ns: u64) {
+        let (thread, pace) = own();
+        pace.ended(thread, now_ns);
+    }
+
+    #[test]
+    fn a_clock_that_goes_backwards_harms_nothing() {
+        let pace = Pace::new();
+        pace.ended(1, 1000);
+        assert!(pace.begins(1, 1 << 20, 0));
+        assert!(!pace.begins(1, 1 << 20, u64::MAX));
     }
 }

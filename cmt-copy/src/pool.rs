@@ -130,6 +130,11 @@ impl Lanes {
         }
     }
 
+    /// Whether a copy gets on at this moment.
+    pub(crate) fn are_at_work(&self) -> bool {
+        self.lanes.iter().any(Lane::is_at_work)
+    }
+
     /// A lane that has no memory yet, or that another context can do without.
     fn take_new(&self, driver: &Driver, wanted: &Wanted) -> Result<Held<'_>, PassReason> {
         let hint = wanted.context.id.wrapping_add(1);

@@ -3,10 +3,11 @@
 
 mod mock;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use cmt_copy::{Engine, Outcome, PassReason};
+use cmt_copy::{Engine, Memcpy2D, Outcome, PassReason, Side2D};
 use mock::{Context, Kind, Memory, within_30_s};
 
 const STAGED: Outcome = Outcome::Staged(0);
@@ -27,18 +28,17 @@ fn rig(context: &Context, bytes: usize) -> (Engine, Memory, Memory) {
 /// As a hook does it.
 fn copy(engine: &Engine, function: usize, to: u64, from: u64, bytes: usize) -> Outcome {
     let outcome = mock::call(engine, function, to, from, bytes, 0);
-    match outcome {
-        ALONE => cmt_copy::note_alone(),
-        SAMPLED => {
-            engine.note_stock(false, bytes, Duration::from_millis(1));
-        }
-        _ => {}
+    if outcome == SAMPLED {
+        engine.note_stock(false, bytes, Duration::from_millis(1));
+    }
+    if outcome != STAGED {
+        cmt_copy::note_paced();
     }
     outcome
 }
 
 #[test]
-fn in_a_row_the_fifth_is_staged_and_after_a_pause_none() {
+fn in_a_row_they_are_staged_and_after_a_pause_none_is() {
     let context = Context::new();
     // By a function that says where it copies to, and by one that leaves it to the addresses.
     for function in [mock::HTOD, mock::ANY] {
@@ -46,16 +46,9 @@ fn in_a_row_the_fifth_is_staged_and_after_a_pause_none() {
         let (from, to) = (host.address(), device.address());
         within_30_s(|| {
             context.make_current();
-            let mut in_a_row = 0;
+            assert_eq!(copy(&engine, function, to, from, MIB), ALONE, "the first");
             // The scheduler may come between two of them.
-            loop {
-                match copy(&engine, function, to, from, MIB) {
-                    STAGED => break,
-                    outcome => assert!([ALONE, SAMPLED].contains(&outcome), "{outcome:?}"),
-                }
-                in_a_row += 1;
-            }
-            assert!(in_a_row >= 4, "{in_a_row}");
+            while copy(&engine, function, to, from, MIB) != STAGED {}
             thread::sleep(Duration::from_millis(1));
             assert_eq!(copy(&engine, function, to, from, MIB), ALONE);
         });
@@ -66,17 +59,60 @@ fn in_a_row_the_fifth_is_staged_and_after_a_pause_none() {
 
 #[test]
 fn another_threads_copies_are_not_taken_for_ones_own() {
+    const THREADS: usize = 16;
     let context = Context::new();
     let (engine, mut host, mut device) = rig(&context, MIB);
     let (from, to) = (host.address(), device.address());
-    for _ in 0..16 {
-        thread::scope(|scope| {
-            scope.spawn(|| {
+    let (engine, context, turn) = (&engine, &context, &AtomicUsize::new(0));
+    thread::scope(|scope| {
+        for number in 0..THREADS {
+            scope.spawn(move || {
                 context.make_current();
-                assert_eq!(copy(&engine, mock::HTOD, to, from, MIB), ALONE);
+                // One after the other, and none ends before all have had their turn.
+                while turn.load(Ordering::SeqCst) < number {
+                    thread::yield_now();
+                }
+                let outcome = copy(engine, mock::HTOD, to, from, MIB);
+                turn.fetch_add(1, Ordering::SeqCst);
+                while turn.load(Ordering::SeqCst) < THREADS {
+                    thread::yield_now();
+                }
+                assert_eq!(outcome, ALONE, "thread {number}");
             });
-        });
-    }
+        }
+    });
+    engine.shutdown();
+}
+
+/// 300 KiB with a gap after each row.
+#[test]
+fn short_rectangles_need_a_pace_too() {
+    let context = Context::new();
+    let (engine, mut host, mut device) = rig(&context, MIB);
+    let (width, pitch, rows) = (3 << 10, 4 << 10, 100);
+    let side = |memory_type, address: u64| Side2D {
+        memory_type,
+        host: address,
+        device: address,
+        pitch,
+        x_bytes: 0,
+        y: 0,
+        array: 0,
+    };
+    let copy = Memcpy2D {
+        src: side(1, host.address()),
+        dst: side(2, device.address()),
+        width_bytes: width,
+        height: rows,
+    };
+    within_30_s(|| {
+        context.make_current();
+        for _ in 0..20 {
+            thread::sleep(Duration::from_millis(1));
+            // SAFETY: both sides are as long as the rectangle.
+            assert_eq!(unsafe { engine.copy_2d(mock::ROWS, &copy, 0) }, ALONE);
+        }
+    });
     engine.shutdown();
 }
 

@@ -79,8 +79,8 @@ enum Original {
         to_host: bool,
         bytes: usize,
     },
-    /// The engine is to know when it has returned: a short copy that came alone.
-    Alone,
+    /// The engine is to know when it has returned: a short copy to the device.
+    Paced,
 }
 
 impl Original {
@@ -88,9 +88,9 @@ impl Original {
     fn call(self, original: impl FnOnce() -> i32) -> i32 {
         let (to_host, bytes) = match self {
             Self::Plain => return original(),
-            Self::Alone => {
+            Self::Paced => {
                 let code = original();
-                cmt_copy::note_alone();
+                cmt_copy::note_paced();
                 return code;
             }
             Self::Timed { to_host, bytes } => (to_host, bytes),
@@ -114,6 +114,9 @@ impl Original {
             }
         }
         IN_FLIGHT.0.fetch_sub(1, Ordering::Release);
+        if cmt_copy::is_paced(to_host, bytes as u64) {
+            cmt_copy::note_paced();
+        }
         code
     }
 }
@@ -291,11 +294,10 @@ fn ask_enabled(
             let bytes = bytes as usize;
             Err(Original::Timed { to_host, bytes })
         }
-        Ok((Outcome::Pass(PassReason::Alone), _)) => {
-            let _ = pass(control, PassReason::Alone);
-            Err(Original::Alone)
-        }
-        Ok((Outcome::Pass(reason), _)) => pass(control, reason),
+        Ok((Outcome::Pass(reason), to_host)) => match cmt_copy::is_paced(to_host, bytes) {
+            true => pass(control, reason).map_err(|_| Original::Paced),
+            false => pass(control, reason),
+        },
         Err(_) => {
             // Nothing is known of the engine any more; stock copies the same bytes to the same place.
             ENABLED.store(false, Ordering::SeqCst);

@@ -19,7 +19,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { BYTES = 2 << 20 };
+/* Every copy of BYTES is staged; one of SHORT to the device only if it comes in a row. */
+enum { BYTES = 2 << 20, SHORT = 1 << 20 };
 
 typedef int (*function)();
 static function init, retain, set_current, allocate, up, down;
@@ -60,7 +61,7 @@ static void copies(int count)
 {
     for (int i = 0; i < count; i++) {
         memset(back, 0, BYTES);
-        if (up(device, there, (size_t)BYTES) || down(back, device, (size_t)BYTES))
+        if (up(device, there, (size_t)SHORT) || up(device, there, (size_t)BYTES) || down(back, device, (size_t)BYTES))
             fail("a copy failed");
         if (memcmp(there, back, BYTES))
             fail("wrong bytes");
@@ -73,7 +74,7 @@ static void *copies_of_a_thread(void *unused)
     (void)unused;
     if (retain(&context, 0) || set_current(context))
         fail("no context");
-    if (up(device, there, (size_t)BYTES) || down(back, device, (size_t)BYTES))
+    if (up(device, there, (size_t)SHORT) || up(device, there, (size_t)BYTES) || down(back, device, (size_t)BYTES))
         fail("a copy failed");
     return NULL;
 }

@@ -7,7 +7,7 @@ use anyhow::{Context as _, bail};
 use cmt_common::control::Plan;
 use serde::Serialize;
 
-use crate::compare::{self, Comparison, Row, Window};
+use crate::compare::{self, Comparison, NONE_STAGED, Row, Window};
 use crate::cpus::Cpus;
 use crate::injector::{self, Attached};
 use crate::output_file::OutputFile;
@@ -142,8 +142,10 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         true => keeper::attach_unguarded(&target, &plan, threads)?,
     };
     let after = window(tracer.as_ref(), "after", args.after)?;
-    let comparison =
-        Comparison::new(&Window::new(&before.seen), &Window::new(&after.seen)).judged_by(&plan);
+    // Of a process that has ended nobody can say what was staged.
+    let staged = injector::staged_bytes(&mut target).unwrap_or(NONE_STAGED);
+    let comparison = Comparison::new(&Window::new(&before.seen), &Window::new(&after.seen))
+        .judged_by(&plan, &staged);
     // Copies that the original function refuses are the application's own affair.
     let staged_failed = injector::staged_errors(&mut target).unwrap_or(0) > 0;
     let failing = match staged_failed {
@@ -158,7 +160,9 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     } else if args.revert || !failing.is_empty() {
         keeper::detach(&target).map(|_| End::Reverted)
     } else if injector::is_attached(&mut target) {
-        handed_back = watch::slower(&comparison);
+        if !args.unguarded {
+            handed_back = watch::slower(&comparison);
+        }
         hand_back(&mut target, &plan, &handed_back).map(|()| End::Kept)
     } else {
         Ok(End::Gone)

@@ -30,6 +30,7 @@ pub use load::PAYLOAD;
 use load::{load, restart};
 pub use threads::{ThreadError, reap_the_ended};
 
+use crate::compare::{NONE_STAGED, StagedBytes};
 use crate::probes::rights::{self, Deed};
 use crate::target::{Target, TargetError, text};
 
@@ -326,6 +327,19 @@ pub fn staged_errors(target: &mut Target) -> Result<u64, InjectError> {
             .map(|count| count.load(Ordering::Relaxed))
             .fold(0, u64::saturating_add)
     }))
+}
+
+/// What was staged since the process was attached.
+pub fn staged_bytes(target: &mut Target) -> Result<StagedBytes, InjectError> {
+    target.refresh_maps()?;
+    let mut bytes = NONE_STAGED;
+    if let Some(control) = find_control(target)? {
+        let counted = control.counters.classes.iter().flatten();
+        for (bytes, class) in bytes.as_flattened_mut().iter_mut().zip(counted) {
+            *bytes = class.bytes.load(Ordering::Relaxed);
+        }
+    }
+    Ok(bytes)
 }
 
 /// Whether the payload's control thread lives.

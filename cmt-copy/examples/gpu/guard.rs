@@ -47,12 +47,11 @@ pub fn print(gpu: &Gpu, cpus: u32, buffers: [*mut u8; 2]) {
 
 /// As a hook does it when stock has returned from a call that began then.
 pub fn note_passed(engine: &Engine, reason: PassReason, request: &Request, began: Instant) {
-    match reason {
-        PassReason::Alone => cmt_copy::note_alone(),
-        PassReason::Sampled => {
-            let to_host = [DTOH, DTOH_ASYNC].contains(&request.function);
-            engine.note_stock(to_host, request.bytes, began.elapsed());
-        }
-        _ => {}
+    let to_host = [DTOH, DTOH_ASYNC].contains(&request.function);
+    if reason == PassReason::Sampled {
+        engine.note_stock(to_host, request.bytes, began.elapsed());
+    }
+    if cmt_copy::is_paced(to_host, request.bytes as u64) {
+        cmt_copy::note_paced();
     }
 }

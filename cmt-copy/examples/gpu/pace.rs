@@ -23,6 +23,8 @@ enum Pace {
     Alone,
     /// The caller writes all of it before each.
     Written,
+    /// The caller writes as many buffers as this, then all are copied in a row; then a pause.
+    Burst(usize),
 }
 
 /// Prints a line for each size and pace, by the rows of `plan`.
@@ -36,6 +38,11 @@ pub fn print(gpu: &Gpu, plan: Plan, host: *mut u8) {
             ("at once", Pace::AtOnce),
             ("alone", Pace::Alone),
             ("written", Pace::Written),
+            ("2 written", Pace::Burst(2)),
+            ("3 written", Pace::Burst(3)),
+            ("4 written", Pace::Burst(4)),
+            ("8 written", Pace::Burst(8)),
+            ("16 written", Pace::Burst(16)),
         ] {
             let engines = [gpu.engine(plan), gpu.engine(plan).guarded()];
             let sides = [None, Some(&engines[0]), Some(&engines[1])];
@@ -70,7 +77,8 @@ pub fn print(gpu: &Gpu, plan: Plan, host: *mut u8) {
     }
 }
 
-/// Microseconds until each call returned, and until the device was idle.
+/// Microseconds until each call returned, and until the device was idle; of bursts and of copies at once for one copy on
+/// average.
 fn turn(
     gpu: &Gpu,
     engine: Option<&Engine>,
@@ -78,30 +86,37 @@ fn turn(
     host: *mut u8,
     bytes: usize,
 ) -> [Vec<f64>; 2] {
+    let (bursts, length) = match pace {
+        Pace::Burst(length) => (COPIES / 2, length),
+        Pace::AtOnce => (1, COPIES),
+        _ => (COPIES, 1),
+    };
     let mut times = [Vec::new(), Vec::new()];
     gpu.wait();
-    let all = Instant::now();
-    for copy in 0..COPIES {
-        match pace {
-            Pace::Alone => spin(PAUSE),
+    for burst in 0..bursts {
+        if matches!(pace, Pace::Alone | Pace::Burst(_)) {
+            spin(PAUSE);
+        }
+        if matches!(pace, Pace::Written | Pace::Burst(_)) {
             // SAFETY: the buffer is at least as long.
-            Pace::Written => unsafe { black_box(host).write_bytes(copy as u8, bytes) },
-            Pace::Waited | Pace::AtOnce => {}
+            unsafe { black_box(host).write_bytes(burst as u8, length * bytes) };
         }
         let start = Instant::now();
-        match engine {
-            Some(engine) => _ = gpu.maybe_staged(engine, false, host, bytes, 0),
-            None => gpu.stock(false, host, bytes),
+        for copy in 0..length {
+            let host = match pace {
+                Pace::Burst(_) => host.wrapping_add(copy * bytes),
+                _ => host,
+            };
+            match engine {
+                Some(engine) => _ = gpu.maybe_staged(engine, false, host, bytes, 0),
+                None => gpu.stock(false, host, bytes),
+            }
         }
-        times[0].push(start.elapsed().as_secs_f64() * 1e6);
-        if pace != Pace::AtOnce {
-            gpu.wait();
-            times[1].push(start.elapsed().as_secs_f64() * 1e6);
-        }
-    }
-    if pace == Pace::AtOnce {
+        let returned = start.elapsed();
         gpu.wait();
-        times[1].push(all.elapsed().as_secs_f64() * 1e6 / COPIES as f64);
+        for (times, time) in times.iter_mut().zip([returned, start.elapsed()]) {
+            times.push(time.as_secs_f64() * 1e6 / length as f64);
+        }
     }
     times
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use cmt_common::control::Plan;
 
 use super::case::{Case, Observation, State, Trial, Worth};
-use super::deeds::{attach, detach, staged_errors, standing};
+use super::deeds::{attach, detach, staged_bytes, staged_errors, standing};
 use super::file::{Mode, Policy, Rule};
 use super::verdict;
 use crate::injector::Standing;
@@ -324,7 +324,9 @@ impl Steward {
         }
         match &trial.before {
             Some(before) if !trial.judged && trial.plan != Plan::NONE => {
-                match verdict::gained(before, &after, &trial.plan, rule.rollback.min_gain) {
+                let staged = staged_bytes(pid);
+                let least = rule.rollback.min_gain;
+                match verdict::gained(before, &after, &trial.plan, &staged, least) {
                     Ok(gained) => {
                         let gained = format!("it gains {gained:.2} s of every minute");
                         self.tell(pid, case, "keep", &gained);

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use cmt_common::control::Plan;
 
-use crate::compare::{self, Comparison, Window};
+use crate::compare::{self, Comparison, StagedBytes, Window};
 use crate::trace::Snapshot;
 use crate::watch;
 
@@ -30,8 +30,15 @@ fn codes(snapshot: &Snapshot) -> BTreeSet<u64> {
 }
 
 /// Seconds that the copies of every minute before would have taken less at the rates of after, or why that is no success.
-pub fn gained(before: &Snapshot, after: &Snapshot, plan: &Plan, least: f64) -> Result<f64, String> {
-    let comparison = Comparison::new(&Window::new(before), &Window::new(after)).judged_by(plan);
+pub fn gained(
+    before: &Snapshot,
+    after: &Snapshot,
+    plan: &Plan,
+    staged: &StagedBytes,
+    least: f64,
+) -> Result<f64, String> {
+    let windows = Comparison::new(&Window::new(before), &Window::new(after));
+    let comparison = windows.judged_by(plan, staged);
     if let Some(slower) = watch::slower(&comparison).first() {
         let direction = if slower.dtoh { "DtoH" } else { "HtoD" };
         return Err(format!(
@@ -59,6 +66,7 @@ mod tests {
     use cmt_common::histogram::size_class_of;
 
     use super::*;
+    use crate::compare::NONE_STAGED;
     use crate::histogram::Stat;
 
     const MIB: u64 = 1 << 20;
@@ -92,7 +100,7 @@ mod tests {
     #[test]
     fn a_gain_is_what_copies_took_less() {
         let plan = cmt_copy::plan::estimate(8);
-        let judge = |before, after, least| gained(&before, &after, &plan, least);
+        let judge = |before, after, least| gained(&before, &after, &plan, &NONE_STAGED, least);
         // Each of a hundred would be 3 ms shorter, however many there are now.
         let gain = judge(minute(100, 5, None), minute(200, 2, None), 0.2);
         assert!(
