@@ -49,17 +49,9 @@ fn run(swap: Option<&[&str]>, devices: u32, arguments: &[&str]) -> Account {
     command.stderr(File::create(&errors).expect("a file"));
     let victim = Victim::spawn(command);
     let pid = victim.pid.to_string();
-    if attached {
-        let whole = [
-            "attach",
-            &pid,
-            "--unguarded",
-            "--before",
-            "0s",
-            "--after",
-            "0s",
-        ];
-        let done = cmt(whole);
+    if let Some(swap) = swap {
+        let whole = ["attach", &pid, "--before", "0s", "--after", "0s"];
+        let done = cmt(whole.iter().chain(swap));
         assert_eq!(done.code, Some(0), "{done:#?}");
     }
     fs::write(&go, "").expect("let it go");
