@@ -48,7 +48,7 @@ fn method(report: &Report) -> String {
          stock, pinned: before attaching and after detaching; tuned: attached.\n\
          p10 and p90: tuned, until idle. call: median until the tuned call returned.\n\
          CPU: processor seconds for 1 GiB, helpers included. n: samples, stock + tuned.\n\
-         =: left to stock by the plan.\n",
+         =: left to stock, all of them.\n",
     );
     let _ = writeln!(
         text,
