@@ -50,7 +50,8 @@ const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Fewer rows that are longer than a slice go to stock: each is moved by one thread.
 const LONG_ROWS_MIN: u64 = 3;
-/// Smaller rectangles to the device go to stock: 256 KiB of short rows lost a tenth (H200, driver 580), and no guard judges them.
+/// Where there is a guard, which judges no rectangles, smaller ones to the device go to stock: 256 KiB of short rows lost a tenth
+/// (H200, driver 580).
 const LEAST_RECTANGLE_TO_DEVICE: u64 = 512 << 10;
 
 /// A copy that may wait does so for a lane that another one is done with soon, for so long and for as long as stock takes for
@@ -283,7 +284,8 @@ impl Engine {
         if let Some(rectangle) = &wish.rectangle {
             let lie = rectangle.rows(sides.to_host);
             bytes = lie.ring_pitch * rectangle.height;
-            let is_small = !sides.to_host && wish.bytes < LEAST_RECTANGLE_TO_DEVICE;
+            let is_small =
+                self.guard.is_some() && !sides.to_host && wish.bytes < LEAST_RECTANGLE_TO_DEVICE;
             let has_few_rows = lie.ring_pitch > row.slice && rectangle.height < LONG_ROWS_MIN;
             if is_small || has_few_rows {
                 return Err(PassReason::BelowCutOver);
