@@ -62,6 +62,34 @@ fn wait_until_staged(victim: &Victim) -> Value {
 }
 
 #[test]
+fn unguarded_short_copies_are_staged_however_they_come() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let victim = Victim::start("victim-rt", ["--bytes", "1M", "--pause-ms", "2"]);
+    let pid = victim.pid.to_string();
+    let alone = |process: &Value| {
+        let passed = process["passed"].as_array().expect("passed");
+        let mut alone = passed.iter();
+        alone.any(|entry| entry["reason"] == "short, one at a time")
+    };
+    for (more, guarded) in [(&[][..], true), (&["--unguarded"], false)] {
+        let attach = ["attach", &pid, "--before", "0s", "--after", "0s", "--json"];
+        let report = cmt(attach.iter().chain(more)).json();
+        assert_eq!(report["guarded"], guarded);
+        std::thread::sleep(Duration::from_secs(1));
+        let process = &cmt(["status", &pid, "--json"]).json()["processes"][0];
+        assert_eq!(process["guarded"], guarded);
+        assert_eq!(alone(process), guarded, "{process:#}");
+        let staged = process["staged"][0]["calls"].as_u64();
+        assert_eq!(staged > Some(100), !guarded, "{process:#}");
+        let text = cmt(["status", &pid]).stdout;
+        assert_eq!(text.contains("without guard"), !guarded, "{text}");
+        assert_eq!(cmt(["detach", &pid]).code, Some(0));
+    }
+}
+
+#[test]
 fn before_and_after_are_compared() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
@@ -77,7 +105,10 @@ fn before_and_after_are_compared() {
             .iter()
             .any(|name| report["engine"] == *name)
     );
-    assert_eq!(report["kept"], true);
+    assert_eq!(
+        (&report["kept"], &report["guarded"]),
+        (&true.into(), &true.into())
+    );
     assert!(report["attach_ms"].as_f64().is_some_and(|ms| ms > 0.0));
     assert!(
         report["commit_pause_us"]

@@ -73,8 +73,12 @@ pub struct Row {
     pub gbps_after: Option<f64>,
     /// `gbps_after / gbps_before`; none where one window saw no such copies.
     pub speedup: Option<f64>,
-    /// False where the plan leaves such copies to the original function: then any difference has other causes.
+    /// False where such copies are left to the original function, by the plan or one at a time: then any difference has other
+    /// causes.
     pub staged: bool,
+    /// Less than half of their bytes were staged: such a class may have lost by it, but no gain is counted.
+    #[serde(skip)]
+    partly: bool,
 }
 
 /// Bytes by direction (HtoD, DtoH) and size class.
@@ -121,6 +125,7 @@ impl Comparison {
                         .zip(gbps_after)
                         .map(|(before, after)| after / before),
                     staged: true,
+                    partly: false,
                 };
                 (row, before, after)
             })
@@ -129,7 +134,7 @@ impl Comparison {
     }
 
     /// The same, with the classes marked that `plan` leaves to the original function, and those that are staged by the
-    /// caller's pace of which less than half was.
+    /// caller's pace, of which `staged` tells how much that came to: next to nothing is none.
     pub fn judged_by(mut self, plan: &Plan, staged: &StagedBytes) -> Self {
         for (row, _, after) in &mut self.rows {
             let to_host = row.direction == Direction::DtoH.name();
@@ -140,7 +145,8 @@ impl Comparison {
             };
             if cmt_copy::is_paced(to_host, row.size_class_bytes) {
                 let staged = staged[0][size_class(row.size_class_bytes)];
-                if staged < after.bytes / 2 || staged == 0 {
+                row.partly = staged < after.bytes / 2;
+                if staged == 0 || staged < after.bytes / 20 {
                     row.staged = false;
                     continue;
                 }
@@ -171,7 +177,8 @@ impl Comparison {
         let saved = both.filter_map(|(row, before, _)| {
             row.gbps_before?;
             let after = row.gbps_after.filter(|rate| *rate > 0.0)?;
-            Some(before.total_ns as f64 - before.bytes as f64 / after)
+            let saved = before.total_ns as f64 - before.bytes as f64 / after;
+            Some(if row.partly { saved.min(0.0) } else { saved })
         });
         saved.sum()
     }
@@ -379,21 +386,38 @@ mod tests {
     }
 
     #[test]
-    fn short_copies_to_the_device_count_as_staged_where_most_of_them_were() {
+    fn short_copies_to_the_device_gain_where_most_of_them_were_staged_and_lose_where_some_were() {
         let plan = cmt_copy::plan::estimate(16);
-        let judged = |direction, bytes: u64, staged_bytes| {
-            let seen = window(direction, MemoryKind::Pageable, bytes, &[1000; 10]);
+        let judged = |direction, bytes: u64, after_ns, staged_bytes| {
+            let seen = |ns| window(direction, MemoryKind::Pageable, bytes, &[ns; 10]);
             let mut staged = NONE_STAGED;
             staged[0][size_class(bytes)] = staged_bytes;
-            let comparison = Comparison::new(&seen, &seen).judged_by(&plan, &staged);
-            comparison.rows().next().expect("one row").staged
+            let comparison = Comparison::new(&seen(1_000_000), &seen(after_ns));
+            let comparison = comparison.judged_by(&plan, &staged);
+            let saved_ns = comparison.saved_ns();
+            (comparison.rows().next().expect("one row").staged, saved_ns)
         };
         let (kib, mib) = (1 << 10, 1 << 20);
-        assert!(!judged(Direction::HtoD, 64 * kib, 10 * mib), "by no plan");
-        assert!(!judged(Direction::HtoD, mib, 4 * mib));
-        assert!(judged(Direction::HtoD, mib, 5 * mib));
-        assert!(judged(Direction::HtoD, 2 * mib, 0));
-        assert!(judged(Direction::DtoH, mib, 0));
+        let (faster, slower) = (400_000, 1_500_000);
+        assert_eq!(
+            judged(Direction::HtoD, 64 * kib, faster, 10 * mib),
+            (false, 0.0)
+        );
+        assert_eq!(judged(Direction::HtoD, mib, slower, mib / 3), (false, 0.0));
+        assert_eq!(judged(Direction::HtoD, mib, faster, 4 * mib), (true, 0.0));
+        let (staged, saved_ns) = judged(Direction::HtoD, mib, slower, 4 * mib);
+        assert!(staged && saved_ns < -4e6, "{saved_ns}");
+        for (direction, bytes, staged_bytes) in [
+            (Direction::HtoD, mib, 5 * mib),
+            (Direction::HtoD, 2 * mib, 0),
+            (Direction::DtoH, mib, 0),
+        ] {
+            let (staged, saved_ns) = judged(direction, bytes, faster, staged_bytes);
+            assert!(
+                staged && saved_ns > 5e6,
+                "{direction:?} {bytes}: {saved_ns}"
+            );
+        }
     }
 
     #[test]

@@ -2,8 +2,9 @@
 //! stock for a while, then is tried again.
 //!
 //! Only linear copies on idle streams, with no other at work beside them, are judged, by what the caller feels: how long the
-//! call takes. Behind other work an
-//! asynchronous HtoD comes back at once or when the stream is done, and both say nothing of the copier.
+//! call takes. Behind other work an asynchronous HtoD comes back at once or when the stream is done, and both say nothing of
+//! the copier. So neither a loop whose synchronous copies follow at once, each behind the last one's tail, nor a crowd whose
+//! copies overlap all the time is judged often.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};

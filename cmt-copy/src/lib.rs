@@ -83,6 +83,18 @@ pub enum Outcome {
     Pass(PassReason),
 }
 
+/// The same, and what its caller has to know.
+#[derive(Clone, Copy, Debug)]
+pub struct Told {
+    /// What became of it.
+    pub outcome: Outcome,
+    /// Whether the copy went, or goes by stock, to the host, as far as that was found out.
+    pub to_host: bool,
+    /// Whether it counts for its thread's pace: where it passes, the caller says by [`note_paced`] that the original has
+    /// returned.
+    pub is_paced: bool,
+}
+
 /// The copy engine. Starts no thread and pins no memory before the first copy that it stages.
 ///
 /// Nothing happens when it is dropped: whoever wants its memory back calls [`Engine::shutdown`].
@@ -162,16 +174,16 @@ impl Engine {
     /// contract that the function has.
     pub unsafe fn copy(&self, request: &Request) -> Outcome {
         // SAFETY: the caller's promise.
-        unsafe { self.copy_and_tell(request) }.0
+        unsafe { self.copy_and_tell(request) }.outcome
     }
 
-    /// The same, and whether the copy went, or goes by sample, to the host.
+    /// The same, and more of it.
     ///
     /// # Safety
     /// As [`Engine::copy`].
-    pub unsafe fn copy_and_tell(&self, request: &Request) -> (Outcome, bool) {
+    pub unsafe fn copy_and_tell(&self, request: &Request) -> Told {
         if request.bytes < self.cut_over(request.function) {
-            return (Outcome::Pass(PassReason::BelowCutOver), false);
+            return Told::BELOW_CUT_OVER;
         }
         let bytes = request.bytes as u64;
         let [dst, src] = [request.dst, request.src].map(|start| Span { start, bytes });
@@ -195,21 +207,16 @@ impl Engine {
     /// As [`Engine::copy`].
     pub unsafe fn copy_2d(&self, function: usize, copy: &Memcpy2D, stream: usize) -> Outcome {
         // SAFETY: the caller's promise.
-        unsafe { self.copy_2d_and_tell(function, copy, stream) }.0
+        unsafe { self.copy_2d_and_tell(function, copy, stream) }.outcome
     }
 
-    /// The same, and whether the copy went, or goes by sample, to the host.
+    /// The same, and more of it.
     ///
     /// # Safety
     /// As [`Engine::copy`].
-    pub unsafe fn copy_2d_and_tell(
-        &self,
-        function: usize,
-        copy: &Memcpy2D,
-        stream: usize,
-    ) -> (Outcome, bool) {
+    pub unsafe fn copy_2d_and_tell(&self, function: usize, copy: &Memcpy2D, stream: usize) -> Told {
         if copy.bytes() < self.cut_over(function) {
-            return (Outcome::Pass(PassReason::BelowCutOver), false);
+            return Told::BELOW_CUT_OVER;
         }
         // SAFETY: the caller's promise.
         unsafe { self.fulfil(Wish::of_rectangle(function, copy, stream)) }
@@ -217,47 +224,46 @@ impl Engine {
 
     /// # Safety
     /// As [`Engine::copy`].
-    unsafe fn fulfil(&self, wish: Result<Wish, PassReason>) -> (Outcome, bool) {
-        let mut to_host = false;
-        let prepared = wish.and_then(|wish| {
-            to_host = wish.direction == Direction::DtoH;
-            let prepared = self.prepare(&wish, &mut to_host);
-            // Whoever copies pinned memory in a row is asked once in a while only.
-            if matches!(prepared, Err(PassReason::NotPageable)) && is_paced(to_host, wish.bytes) {
-                pace::forget();
-            }
-            Ok((prepared?, wish.bytes))
-        });
+    unsafe fn fulfil(&self, wish: Result<Wish, PassReason>) -> Told {
+        let mut told = Told::BELOW_CUT_OVER;
+        let prepared = wish.and_then(|wish| Ok((self.prepare(&wish, &mut told)?, wish.bytes)));
         let ((copy, timed_from), bytes) = match prepared {
             Ok(prepared) => prepared,
-            Err(reason) => return (Outcome::Pass(reason), to_host),
+            Err(reason) => {
+                told.outcome = Outcome::Pass(reason);
+                return told;
+            }
         };
-        let outcome = match to_host {
+        told.outcome = match told.to_host {
             // SAFETY: the caller's promise: source readable, destination writable, by the function's contract.
             true => unsafe { copy.dtoh() },
             // SAFETY: as above.
             false => unsafe { copy.htod() },
         };
-        if let (Some(start), Some(guard), Outcome::Staged(0)) = (timed_from, &self.guard, outcome) {
-            guard.note(true, to_host, bytes, start.elapsed());
+        if let (Some(start), Some(guard), Outcome::Staged(0)) =
+            (timed_from, &self.guard, told.outcome)
+        {
+            guard.note(true, told.to_host, bytes, start.elapsed());
         }
-        if is_paced(to_host, bytes) && matches!(outcome, Outcome::Staged(_)) {
+        if told.is_paced && matches!(told.outcome, Outcome::Staged(_)) {
             pace::ended();
         }
-        (outcome, to_host)
+        told
     }
 
-    /// Everything that may end in a [`Outcome::Pass`]: the copy, and since when, if it is to be timed. `to_host` says where
-    /// it goes.
+    /// Everything that may end in a [`Outcome::Pass`]: the copy, and since when, if it is to be timed. `told` gets what is found
+    /// out on the way.
     fn prepare(
         &self,
         wish: &Wish,
-        to_host: &mut bool,
+        told: &mut Told,
     ) -> Result<(Copy<'_>, Option<Instant>), PassReason> {
         if self.stopped.load(Ordering::Relaxed) {
             return Err(PassReason::Disabled);
         }
-        self.check_pace(wish, wish.direction == Direction::HtoD)?;
+        if wish.direction == Direction::HtoD {
+            self.check_pace(wish, told)?;
+        }
         let function = wish.function;
         let context = self
             .driver
@@ -272,10 +278,16 @@ impl Engine {
             return Err(PassReason::Capturing);
         }
         let is_async = function.stream.is_some();
-        let sides = classify::sides(&self.driver, wish.direction, wish.dst, wish.src, is_async)?;
-        *to_host = sides.to_host;
-        let is_known_late = wish.direction == Direction::Unknown && !sides.to_host;
-        self.check_pace(wish, is_known_late)?;
+        let sides = classify::sides(&self.driver, wish.direction, wish.dst, wish.src, is_async);
+        // Whoever copies pinned memory in a row is asked once in a while only.
+        if told.is_paced && matches!(sides, Err(PassReason::NotPageable)) {
+            pace::forget();
+        }
+        let sides = sides?;
+        told.to_host = sides.to_host;
+        if wish.direction == Direction::Unknown && !sides.to_host {
+            self.check_pace(wish, told)?;
+        }
         let mut row = self
             .plan
             .row(sides.to_host, wish.bytes)
@@ -350,10 +362,10 @@ impl Engine {
         Ok((copy, timed_from))
     }
 
-    /// Passes a copy `to_device` that is short and comes alone, where there is a guard.
-    fn check_pace(&self, wish: &Wish, to_device: bool) -> Result<(), PassReason> {
-        let is_judged = self.guard.is_some() && is_paced(!to_device, wish.bytes);
-        match is_judged && !pace::begins(wish.bytes) {
+    /// Passes a copy to the device that is short and comes alone, where there is a guard.
+    fn check_pace(&self, wish: &Wish, told: &mut Told) -> Result<(), PassReason> {
+        told.is_paced = self.guard.is_some() && is_paced(false, wish.bytes);
+        match told.is_paced && !pace::begins(wish.bytes) {
             true => Err(PassReason::Alone),
             false => Ok(()),
         }
@@ -389,6 +401,14 @@ impl Engine {
     pub fn helpers(&self) -> u32 {
         self.lanes.crew.live()
     }
+}
+
+impl Told {
+    const BELOW_CUT_OVER: Self = Self {
+        outcome: Outcome::Pass(PassReason::BelowCutOver),
+        to_host: false,
+        is_paced: false,
+    };
 }
 
 /// One call, with what its arguments mean.
@@ -431,7 +451,7 @@ pub fn is_paced(to_host: bool, bytes: u64) -> bool {
     !to_host && pace::is_short(bytes)
 }
 
-/// The original function has returned on this thread, for a call of a kind that is paced.
+/// The original function has returned on this thread, for a call that is paced ([`Told::is_paced`]).
 pub fn note_paced() {
     pace::ended();
 }

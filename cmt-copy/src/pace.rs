@@ -49,14 +49,15 @@ impl Pace {
     fn begins(&self, thread: u64, bytes: u64, now_ns: u64) -> bool {
         let gap = now_ns.saturating_sub(self.ended_ns.load(Ordering::Relaxed));
         let is_own = self.thread.load(Ordering::Relaxed) == thread;
-        let is_soon = is_own && gap <= bytes / WRITTEN_BYTES_A_NANOSECOND;
+        // A clock that cannot be read says 0.
+        let is_soon = is_own && now_ns > 0 && gap <= bytes / WRITTEN_BYTES_A_NANOSECOND;
         let before = self.in_a_row.load(Ordering::Relaxed);
         let in_a_row = match is_soon {
             true => before.saturating_add(1),
             false => before.min(0),
         };
         self.in_a_row.store(in_a_row, Ordering::Relaxed);
-        in_a_row >= FIRST || in_a_row > 0 && gap <= AT_ONCE_NS
+        is_soon && (in_a_row >= FIRST || in_a_row > 0 && gap <= AT_ONCE_NS)
     }
 
     fn ended(&self, thread: u64, now_ns: u64) {
@@ -144,9 +145,9 @@ mod tests {
     #[test]
     fn what_cannot_be_staged_is_asked_about_seldom() {
         let (now_ns, mib) = (1000, 1 << 20);
-        pace_of_this_thread_ends(now_ns);
+        let (thread, pace) = own();
+        pace.ended(thread, now_ns);
         let asked = (0..170).filter(|_| {
-            let (thread, pace) = own();
             let is_asked = pace.begins(thread, mib, now_ns);
             if is_asked {
                 forget();
@@ -156,16 +157,12 @@ mod tests {
         assert_eq!(asked.count(), 10);
     }
 
-    fn pace_of_this_thread_ends(now_ns: u64) {
-        let (thread, pace) = own();
-        pace.ended(thread, now_ns);
-    }
-
     #[test]
     fn a_clock_that_goes_backwards_harms_nothing() {
         let pace = Pace::new();
         pace.ended(1, 1000);
-        assert!(pace.begins(1, 1 << 20, 0));
+        assert!(pace.begins(1, 1 << 20, 1));
+        assert!(!pace.begins(1, 1 << 20, 0), "cannot be read");
         assert!(!pace.begins(1, 1 << 20, u64::MAX));
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use cmt_common::api::{COPY_FNS, HOOKED, Shape};
 use cmt_common::control::{CPU_WORDS, ClassCounters, Control, PassReason, Plan, flag, size_class};
-use cmt_copy::{Driver, Engine, Memcpy2D, Outcome, Request};
+use cmt_copy::{Driver, Engine, Memcpy2D, Outcome, Request, Told};
 
 use crate::launch;
 
@@ -79,7 +79,7 @@ enum Original {
         to_host: bool,
         bytes: usize,
     },
-    /// The engine is to know when it has returned: a short copy to the device.
+    /// The engine is to know when it has returned.
     Paced,
 }
 
@@ -243,7 +243,7 @@ fn enter(
     control: &'static Control,
     function: usize,
     bytes: usize,
-    ask: impl FnOnce(&Engine) -> (Outcome, bool),
+    ask: impl FnOnce(&Engine) -> Told,
 ) -> Result<i32, Original> {
     if bytes < ENTERS_FROM_BYTES[function].load(Ordering::Relaxed) {
         return pass(control, PassReason::BelowCutOver);
@@ -266,14 +266,24 @@ fn enter(
 fn ask_enabled(
     control: &Control,
     bytes: u64,
-    ask: impl FnOnce(&Engine) -> (Outcome, bool),
+    ask: impl FnOnce(&Engine) -> Told,
 ) -> Result<i32, Original> {
     // SAFETY: the engine is freed only after `ENABLED` was cleared and `IN_FLIGHT` has reached 0.
     let engine = unsafe { ENGINE.load(Ordering::Acquire).as_ref() }.ok_or(Original::Plain)?;
-    let outcome = catch_unwind(AssertUnwindSafe(|| ask(engine)));
+    let told = catch_unwind(AssertUnwindSafe(|| ask(engine)));
     let counters = &control.counters;
-    match outcome {
-        Ok((Outcome::Staged(code), to_host)) => {
+    let told = match told {
+        Ok(told) => told,
+        Err(_) => {
+            // Nothing is known of the engine any more; stock copies the same bytes to the same place.
+            ENABLED.store(false, Ordering::SeqCst);
+            counters.panics.fetch_add(1, Ordering::Relaxed);
+            return Err(Original::Plain);
+        }
+    };
+    let to_host = told.to_host;
+    match told.outcome {
+        Outcome::Staged(code) => {
             let direction = usize::from(to_host);
             if code == 0 {
                 counters.staged_calls[direction].fetch_add(1, Ordering::Relaxed);
@@ -289,21 +299,15 @@ fn ask_enabled(
             counters.helpers.store(engine.helpers(), Ordering::Relaxed);
             Ok(code)
         }
-        Ok((Outcome::Pass(PassReason::Sampled), to_host)) => {
+        Outcome::Pass(PassReason::Sampled) => {
             let _ = pass(control, PassReason::Sampled);
             let bytes = bytes as usize;
             Err(Original::Timed { to_host, bytes })
         }
-        Ok((Outcome::Pass(reason), to_host)) => match cmt_copy::is_paced(to_host, bytes) {
-            true => pass(control, reason).map_err(|_| Original::Paced),
-            false => pass(control, reason),
-        },
-        Err(_) => {
-            // Nothing is known of the engine any more; stock copies the same bytes to the same place.
-            ENABLED.store(false, Ordering::SeqCst);
-            counters.panics.fetch_add(1, Ordering::Relaxed);
-            Err(Original::Plain)
+        Outcome::Pass(reason) if told.is_paced => {
+            pass(control, reason).map_err(|_| Original::Paced)
         }
+        Outcome::Pass(reason) => pass(control, reason),
     }
 }
 

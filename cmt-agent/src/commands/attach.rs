@@ -67,6 +67,8 @@ struct Object<'a> {
     /// Functions that failed afterwards but not before: everything was detached.
     failing: &'a [&'static str],
     kept: bool,
+    /// False with `--unguarded`.
+    guarded: bool,
 }
 
 #[derive(Serialize)]
@@ -200,6 +202,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             handed_back: handed_back.iter().map(HandedBack::of).collect(),
             failing: &failing,
             kept,
+            guarded: !args.unguarded,
         };
         pipe::print(&format!("{}\n", serde_json::to_string(&object)?)).map_err(stays)?;
     } else {

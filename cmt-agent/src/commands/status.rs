@@ -36,6 +36,8 @@ struct Process {
     comm: String,
     state: &'static str,
     engine: String,
+    /// False where it was attached with `--unguarded`.
+    guarded: bool,
     /// Seconds since the last attach.
     attached_s: Option<f64>,
     patched: Vec<&'static str>,
@@ -174,6 +176,7 @@ fn say(pid: u32, comm: String, is_served: bool, control: &ControlMap) -> Process
             _ => "detached",
         },
         engine: control.engine(),
+        guarded: control.flags.load(Ordering::Relaxed) & injector::flag::UNGUARDED == 0,
         attached_s: (now == state::ENABLED)
             .then(|| {
                 SystemTime::now()
@@ -215,8 +218,13 @@ fn text_of(process: &Process) -> String {
         "{} ({}): {}{since}\n",
         process.pid, process.comm, process.state
     );
+    let unguarded = if process.guarded {
+        ""
+    } else {
+        ", without guard"
+    };
     text += &format!(
-        "  engine {}, {} functions patched, {} helpers, {:.1} MiB pinned\n",
+        "  engine {}{unguarded}, {} functions patched, {} helpers, {:.1} MiB pinned\n",
         process.engine,
         process.patched.len(),
         process.helpers,

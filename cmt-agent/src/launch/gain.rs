@@ -148,9 +148,11 @@ impl Gain {
             saved_ns += class.stock_ns - class.staged_ns;
             in_run = class.compared_bytes.saturating_add(in_run);
             let rest = class.bytes.saturating_sub(class.compared_bytes);
+            // What short copies in a row gain depends on how they come; the profile's come in one way.
+            let is_paced = cmt_copy::is_paced(class.dtoh, 1 << class.class);
             let known = measured
                 .of(class.dtoh, class.class)
-                .filter(|it| rest > 0 && it.stock_gbps > 0.0 && it.tuned_gbps > 0.0);
+                .filter(|it| rest > 0 && it.stock_gbps > 0.0 && it.tuned_gbps > 0.0 && !is_paced);
             if let Some(known) = known {
                 by_profile = rest.saturating_add(by_profile);
                 saved_ns += rest as f64 * (1.0 / known.stock_gbps - 1.0 / known.tuned_gbps);

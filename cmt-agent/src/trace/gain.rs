@@ -86,7 +86,7 @@ impl Gain {
         let mut rates = [(0u64, 0u64); 2];
         let mut saved_ns = 0.0;
         let mut calls = 0;
-        let mut staged = 0;
+        let (mut staged, mut paced) = (0, 0);
         for (key, stat) in copies {
             let way = match Direction::from_raw(key.direction) {
                 Direction::HtoD => 0,
@@ -104,8 +104,12 @@ impl Gain {
                 continue;
             };
             let bytes = stat.bytes / stat.count().max(1);
+            if !is_staged(&plan, way == 1, bytes) {
+                continue;
+            }
             // Nobody has seen whether they come in a row, and one at a time short ones are left to the driver.
-            if !is_staged(&plan, way == 1, bytes) || cmt_copy::is_paced(way == 1, bytes) {
+            if cmt_copy::is_paced(way == 1, bytes) {
+                paced += stat.count();
                 continue;
             }
             staged += stat.count();
@@ -142,6 +146,12 @@ impl Gain {
             (
                 Some(0.0),
                 "nothing to gain: it may use one CPU only, and staging takes two".into(),
+            )
+        } else if staged == 0 && paced > 0 && means.threads > 1 {
+            (
+                None,
+                "no estimate: its copies to the device are short, and gain only in a row; cmt attach shows it"
+                    .into(),
             )
         } else if staged == 0 && means.threads > 1 {
             (
@@ -300,7 +310,7 @@ mod tests {
         for (copies, means, word, saved) in [
             (&pinned, means(16), "no copies of pageable", Some(0.0)),
             (&small, means(16), "small", Some(0.0)),
-            (&short, means(16), "small", Some(0.0)),
+            (&short, means(16), "in a row", None),
             (&slow, means(1), "one CPU", Some(0.0)),
             (
                 &slow,

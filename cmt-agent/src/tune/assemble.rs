@@ -54,6 +54,7 @@ impl Cell {
         // Nobody has looked at the estimate's row with fresh memory here.
         class.fresh_tuned_gbps = match chosen {
             None => class.fresh_stock_gbps,
+            Some(_) if is_paced => class.fresh_stock_gbps,
             Some(_) => is_found.then(|| gbps(fresh)),
         };
         if !is_found {

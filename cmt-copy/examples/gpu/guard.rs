@@ -6,7 +6,7 @@ use cmt_copy::{Engine, PassReason, Request};
 
 use super::{DTOH, DTOH_ASYNC, Gpu};
 
-/// Copies of one turn; stock makes one of 256 of them at first, and one of 2048 later.
+/// Copies of one turn.
 const COPIES: usize = 1024;
 const TURNS: usize = 9;
 
