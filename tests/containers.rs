@@ -205,7 +205,7 @@ fn a_quota_beyond_our_cgroup_namespace_counts() {
     command.arg(built().victim("victim-drv"));
     command.env("LD_LIBRARY_PATH", &built().folder);
     let mut victim = Victim::spawn(command);
-    let before = victim.footprint();
+    let before = victim.settled();
 
     let elsewhere = "root=/sys/fs/cgroup && mount -t cgroup2 cgroup2 $root && group=$root/cmt-tests-$$ && mkdir $group || exit 9
         echo $$ > $group/cgroup.procs && unshare --cgroup \"$@\"

@@ -212,6 +212,20 @@ impl Victim {
         }
     }
 
+    /// The same once it has started all its threads.
+    #[track_caller]
+    pub fn settled(&self) -> Footprint {
+        let mut before = self.threads();
+        loop {
+            thread::sleep(Duration::from_millis(300));
+            let now = self.threads();
+            if now == before {
+                return self.footprint();
+            }
+            before = now;
+        }
+    }
+
     /// Checks that it still runs and that neither its threads nor its code differ from what they were.
     #[track_caller]
     pub fn assert_untouched(&mut self, before: &Footprint) {

@@ -3,7 +3,7 @@
 use cmt_tests::{Rung, Victim, attach, detach, require};
 use serde_json::Value;
 
-use crate::place::{OTHER, Place, ROOT, USER, run, settled};
+use crate::place::{OTHER, Place, ROOT, USER, run};
 use crate::with_others;
 
 /// Attaches, reads the status and detaches with these capabilities; detaching and looking take `less`.
@@ -77,7 +77,7 @@ fn to_a_process_that_sees_no_proc() {
     let needed = ["sys_ptrace", "dac_override", "sys_admin"];
     place.each_is_needed(&mut victim, &needed, &bare);
     // What is narrower does not do.
-    let before = settled(&victim);
+    let before = victim.settled();
     let refused = run(place.cmt(&["sys_ptrace", "dac_override", "checkpoint_restore"], &bare));
     assert!(
         refused.refusal().contains("CAP_SYS_ADMIN missing"),

@@ -13,7 +13,7 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use cmt_tests::{Rung, Trace, Victim, cmt_command, require, require_packages};
 
-use place::{BYTES, OTHER, Place, ROOT, USER, as_user, counts_right, held, run, settled};
+use place::{BYTES, OTHER, Place, ROOT, USER, as_user, counts_right, held, run};
 
 /// A trace of all processes puts breakpoints into every victim, which would look touched.
 static ALONE: RwLock<()> = RwLock::new(());
@@ -78,7 +78,7 @@ fn every_command_refuses_in_the_same_words() {
     };
     let _others = with_others();
     let mut victim = Victim::start("victim-drv", BYTES);
-    let before = settled(&victim);
+    let before = victim.settled();
     let pid = victim.pid.to_string();
     for args in [
         &["trace", &pid, "--for", "1s"][..],
@@ -142,7 +142,7 @@ fn in_the_targets_own_container_less_is_needed() {
     let mut command = place.command(ROOT, &confined, place.folder.path());
     command.arg("--hold");
     let mut victim = Victim::spawn_in_pid_namespace(command);
-    let before = settled(&victim);
+    let before = victim.settled();
     let attach = ["attach", "1", "--before", "0s", "--after", "0s"];
     for (more, args, lacking) in [
         ("", &["trace", "1", "--for", "1s"][..], "BPF, CAP_PERFMON"),
@@ -183,7 +183,7 @@ fn a_process_that_proc_hides_is_not_said_to_be_missing() {
     let _others = with_others();
     let place = Place::new();
     let mut victim = place.victim(OTHER);
-    let before = settled(&victim);
+    let before = victim.settled();
     let pid = victim.pid.to_string();
     let hiding = "mount -t proc -o hidepid=invisible proc /proc && exec \"$@\"";
     for args in [

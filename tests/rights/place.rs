@@ -4,10 +4,8 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::thread;
-use std::time::Duration;
 
-use cmt_tests::{Finished, Footprint, Trace, Victim, built, cmt_command};
+use cmt_tests::{Finished, Trace, Victim, built, cmt_command};
 
 /// Runs `cmt`, and owns what it looks at.
 pub const USER: u32 = 61_001;
@@ -83,7 +81,7 @@ impl Place {
     /// Without each single one of `capabilities` the command is refused for want of just that, and the victim is as it was.
     #[track_caller]
     pub fn each_is_needed(&self, victim: &mut Victim, capabilities: &[&str], args: &[&str]) {
-        let before = settled(victim);
+        let before = victim.settled();
         for lacking in capabilities {
             let others: Vec<&str> = capabilities
                 .iter()
@@ -141,19 +139,6 @@ pub fn limited(command: &Command) -> Command {
     limited.arg("20").arg(command.get_program());
     limited.args(command.get_args()).env_remove("RUST_LOG");
     limited
-}
-
-/// What a victim is once it has started all its threads.
-pub fn settled(victim: &Victim) -> Footprint {
-    let mut before = victim.threads();
-    loop {
-        thread::sleep(Duration::from_millis(300));
-        let now = victim.threads();
-        if now == before {
-            return victim.footprint();
-        }
-        before = now;
-    }
 }
 
 /// Lets a held victim go, and compares what the trace counted with what it counted itself. The report has it under `pid`.

@@ -7,7 +7,7 @@ use cmt_tests::{
 };
 
 use crate::alone;
-use crate::place::{BYTES, OTHER, Place, as_user, limited, open_to_all, run, settled};
+use crate::place::{BYTES, OTHER, Place, as_user, limited, open_to_all, run};
 
 const TRACING: [&str; 3] = ["bpf", "perfmon", "sys_ptrace"];
 const LISTEN: [&str; 3] = ["serve", "--listen", "127.0.0.1:0"];
@@ -59,7 +59,7 @@ fn counts_and_looks_with_no_more_than_is_listed() {
     let _alone = alone();
     let place = Place::new();
     let (mut victim, workload) = named(&place, "ri-see", &["--hold", "--calls", "100"]);
-    let before = settled(&victim);
+    let before = victim.settled();
     each_is_needed(&place, &TRACING, &[]);
     victim.assert_untouched(&before);
 
@@ -106,7 +106,7 @@ fn attaches_by_a_policy_with_no_more_than_is_listed() {
     let (_, added) = patch.split_once("add: [").expect("capabilities");
     let (added, _) = added.split_once(']').expect("the end of a list");
     let needed: Vec<&str> = added.split(", ").collect();
-    let before = settled(&victim);
+    let before = victim.settled();
     each_is_needed(&place, &needed, &args);
     victim.assert_untouched(&before);
 

@@ -11,7 +11,7 @@ use cmt_tests::{
 };
 
 use crate::alone;
-use crate::place::{Place, limited, open_to_all, run, settled};
+use crate::place::{Place, limited, open_to_all, run};
 use crate::serve::named;
 
 const NEEDED: [(&str, &str); 1] = [("/lib/systemd/systemd", "systemd")];
@@ -122,7 +122,7 @@ fn the_unit_attaches_with_what_the_drop_in_adds_and_with_no_less() {
     let rule = format!("{{workload: {workload}, min_gain: 0, observe: 1s, {rollback}}}");
     fs::write(&policy, format!("mode: attach\nrules: [{rule}]\n")).expect("write");
     open_to_all(&policy);
-    let before = settled(&victim);
+    let before = victim.settled();
 
     let drop_in = example("cmt-serve.service.d/policy.conf");
     let added = |key: &str| -> Vec<&str> {

@@ -393,7 +393,7 @@ fn what_cannot_work_is_an_error_before_anything_is_touched() {
     let _alone = alone();
     let mut victim = Victim::start("victim-drv", ["--bytes", "64K", "--pause-ms", "1"]);
     until("no other has probes", || !is_traced(&victim, LIBRARY));
-    let before = victim.footprint();
+    let before = victim.settled();
     let folder = web_config();
     let path = folder.path().join("web.yml");
     let path = path.to_str().expect("text");

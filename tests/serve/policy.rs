@@ -1,7 +1,8 @@
 //! `cmt serve --policy`: attaches to what the file names and to nothing else, tries some first, and takes back what does not help.
 
 use std::fs;
-use std::process::Command;
+use std::io::{BufRead as _, BufReader};
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -165,6 +166,28 @@ fn without_a_policy_or_by_one_that_observes_nothing_is_done() {
     let families = String::from_utf8(without.get("/metrics", "").2).expect("text");
     assert!(!families.contains("cmt_policy"), "{families}");
     victim.stop();
+}
+
+#[test]
+fn without_a_link_a_policy_says_that_it_can_estimate_nothing() {
+    let Some(_turn) = require(Rung::StandIn) else {
+        return;
+    };
+    let _shared = shared();
+    let named = Named::new("sv-link", "victim-drv");
+    let policy = policy("observe", &[rule(&named, "")]);
+    let path = policy.path().to_str().expect("text");
+    for (link, is_known) in [("none", false), (LINK[0].1, true)] {
+        let mut command = cmt_command(["serve", "--listen", "127.0.0.1:0", "--policy", path]);
+        command.env(LINK[0].0, link).stderr(Stdio::piped());
+        let mut serving = command.spawn().expect("start cmt");
+        let mut line = String::new();
+        let mut stderr = BufReader::new(serving.stderr.take().expect("piped"));
+        stderr.read_line(&mut line).expect("read what cmt says");
+        serving.kill().expect("kill");
+        serving.wait().expect("wait");
+        assert_eq!(line.contains("no GPU's link is known"), !is_known, "{line}");
+    }
 }
 
 #[test]

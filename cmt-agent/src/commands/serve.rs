@@ -74,6 +74,11 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             }
         }
     }
+    if policy.is_some() && Link::best().is_none() {
+        eprintln!(
+            "cmt: warning: no GPU's link is known here (sysfs), so no gain can be estimated and the policy attaches to nothing"
+        );
+    }
     let wishes = Wishes {
         web,
         most_workloads: args.max_workloads,
@@ -102,11 +107,6 @@ fn policy(path: &Path) -> anyhow::Result<Policy> {
             "{} is to attach to processes: {}; nothing was traced",
             path.display(),
             rights::refusal(deed)
-        );
-    }
-    if Link::best().is_none() {
-        eprintln!(
-            "cmt: warning: no GPU's link is known here (sysfs), so no gain can be estimated and the policy attaches to nothing"
         );
     }
     Ok(policy)
