@@ -3,7 +3,7 @@
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use cmt_tests::{Rung, Victim, built, cmt, refusal, require_packages, workspace};
+use cmt_tests::{Rung, Victim, attach, built, cmt, refusal, require_packages, until, workspace};
 
 /// Compiles the program without CUDA in another way.
 #[track_caller]
@@ -97,6 +97,31 @@ fn traced_by(pid: u32) -> String {
 #[test]
 fn under_strace() {
     held_by("strace", &["-f", "-o", "/dev/null", "-p"]);
+}
+
+/// On the program's threads that would be a cancellation point, and a sandbox may forbid it.
+#[test]
+fn copies_open_no_file() {
+    let Some(_turn) = require_packages(Rung::StandIn, &[("strace", "strace")]) else {
+        return;
+    };
+    let victim = Victim::start("victim-drv", ["--bytes", "16M", "--calls", "4", "--hold"]);
+    assert_eq!(attach(&victim).code, Some(0));
+    let opened = tempfile::NamedTempFile::new().expect("a file");
+    let mut strace = Command::new("strace");
+    strace.args(["-f", "-qq", "-e", "trace=open,openat,openat2", "-o"]);
+    strace
+        .arg(opened.path())
+        .args(["-p", &victim.pid.to_string()]);
+    let mut strace = strace.stderr(Stdio::null()).spawn().expect("run strace");
+    until("it is traced", || traced_by(victim.pid) != "0");
+    victim.signal(libc::SIGUSR1);
+    assert_eq!(victim.finish()["mismatches"], 0);
+    strace.wait().expect("wait for strace");
+    let opened = std::fs::read_to_string(opened.path()).expect("text");
+    // By which the stand-in names its streams' threads.
+    let mut ours = opened.lines().filter(|line| !line.contains("/comm"));
+    assert_eq!(ours.next(), None, "{opened}");
 }
 
 /// A debugger that looks at the process later opens its libraries by the names that the loader knows. (As `/proc/self/fd/4`

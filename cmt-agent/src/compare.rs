@@ -73,19 +73,48 @@ pub struct Row {
     pub gbps_after: Option<f64>,
     /// `gbps_after / gbps_before`; none where one window saw no such copies.
     pub speedup: Option<f64>,
-    /// False where such copies are left to the original function, by the plan or one at a time: then any difference has other
-    /// causes.
+    /// Time that a call was waited for after it had returned, as far as the trace tells the stream's waits from others; none
+    /// without calls.
+    pub wait_before_ns: Option<u64>,
+    /// The same in the second window.
+    pub wait_after_ns: Option<u64>,
+    /// False where such copies were left to the original function: then any difference has other causes.
     pub staged: bool,
     /// Less than half of their bytes were staged: such a class may have lost by it, but no gain is counted.
-    #[serde(skip)]
-    partly: bool,
+    pub partly: bool,
+}
+
+/// How much less time copies of the first window would have taken at the rates of the second, in ns of their threads.
+#[derive(Clone, Copy, Debug)]
+struct Saved {
+    /// In the calls.
+    calls: f64,
+    /// With what was waited for after them, as far as that takes away from the former: calls that return sooner behind
+    /// other work only move a wait. Waits hold other work's time, too, so they are no loss by themselves.
+    in_all: f64,
+}
+
+impl Saved {
+    /// `None` where one window saw no such copies.
+    fn of(before: &Stat, after: &Stat) -> Option<Self> {
+        before.gb_per_s()?;
+        after.gb_per_s().filter(|rate| *rate > 0.0)?;
+        let share = before.bytes as f64 / after.bytes as f64;
+        let less = |before: u64, after: u64| before as f64 - after as f64 * share;
+        let calls = less(before.total_ns, after.total_ns);
+        let waits = less(before.wait_ns, after.wait_ns);
+        let in_all = calls.min((calls + waits).max(0.0));
+        Some(Self { calls, in_all })
+    }
+
+    /// Whether most of it is waited for afterwards.
+    fn is_moved(&self) -> bool {
+        self.calls > 0.0 && self.in_all < self.calls / 2.0
+    }
 }
 
 /// Bytes by direction (HtoD, DtoH) and size class.
 pub type StagedBytes = [[u64; SIZE_CLASSES]; 2];
-
-/// Nothing of any class.
-pub const NONE_STAGED: StagedBytes = [[0; SIZE_CLASSES]; 2];
 
 /// The comparison of two windows.
 #[derive(Clone, Debug)]
@@ -124,6 +153,8 @@ impl Comparison {
                     speedup: gbps_before
                         .zip(gbps_after)
                         .map(|(before, after)| after / before),
+                    wait_before_ns: before.wait_ns.checked_div(before.count()),
+                    wait_after_ns: after.wait_ns.checked_div(after.count()),
                     staged: true,
                     partly: false,
                 };
@@ -133,9 +164,9 @@ impl Comparison {
         Self { rows }
     }
 
-    /// The same, with the classes marked that `plan` leaves to the original function, and those that are staged by the
-    /// caller's pace, of which `staged` tells how much that came to: next to nothing is none.
-    pub fn judged_by(mut self, plan: &Plan, staged: &StagedBytes) -> Self {
+    /// The same, with the classes marked that were left to the original function: by `plan`, or, where it is known how much was
+    /// `staged` since the attach, in fact. Next to nothing is none.
+    pub fn judged_by(mut self, plan: &Plan, staged: Option<&StagedBytes>) -> Self {
         for (row, _, after) in &mut self.rows {
             let to_host = row.direction == Direction::DtoH.name();
             let rows = match row.direction {
@@ -143,14 +174,6 @@ impl Comparison {
                 direction if direction == Direction::HtoD.name() => &plan.htod,
                 _ => continue,
             };
-            if cmt_copy::is_paced(to_host, row.size_class_bytes) {
-                let staged = staged[0][size_class(row.size_class_bytes)];
-                row.partly = staged < after.bytes / 2;
-                if staged == 0 || staged < after.bytes / 20 {
-                    row.staged = false;
-                    continue;
-                }
-            }
             let last = row.size_class_bytes.saturating_mul(2).saturating_sub(1);
             row.staged = rows
                 .iter()
@@ -161,6 +184,18 @@ impl Comparison {
                     within.then_some(plan.threads)
                 })
                 .any(|threads| threads > 0);
+            match staged {
+                Some(staged) if after.bytes > 0 => {
+                    let bytes = staged[usize::from(to_host)][size_class(row.size_class_bytes)];
+                    row.staged &= bytes > 0 && bytes >= after.bytes / 20;
+                    row.partly = row.staged && bytes < after.bytes / 2;
+                }
+                Some(_) => {}
+                // Those that need a pace may have kept none.
+                None => {
+                    row.partly = row.staged && cmt_copy::is_paced(to_host, row.size_class_bytes)
+                }
+            }
         }
         self
     }
@@ -171,21 +206,53 @@ impl Comparison {
     }
 
     /// How much less time the staged copies of the first window would have taken at the rates of the second, in ns of their
-    /// threads. Classes that one window did not see count nothing.
+    /// threads, with what was waited for after them. Classes that one window did not see count nothing.
     pub fn saved_ns(&self) -> f64 {
         let both = self.rows.iter().filter(|(row, ..)| row.staged);
-        let saved = both.filter_map(|(row, before, _)| {
-            row.gbps_before?;
-            let after = row.gbps_after.filter(|rate| *rate > 0.0)?;
-            let saved = before.total_ns as f64 - before.bytes as f64 / after;
+        let saved = both.filter_map(|(row, before, after)| {
+            let saved = Saved::of(before, after)?.in_all;
             Some(if row.partly { saved.min(0.0) } else { saved })
         });
         saved.sum()
     }
 
+    /// Each row with what is to be said of its speed: how many times as fast, or why that is no gain.
+    pub fn verdicts(&self) -> impl Iterator<Item = (&Row, String)> {
+        self.rows.iter().map(|(row, before, after)| {
+            let ratio = optional(row.speedup, |speedup| format!("{speedup:.1}x"));
+            let verdict = match Saved::of(before, after) {
+                _ if !row.staged => "not staged".to_owned(),
+                Some(_) if row.partly => format!("{ratio} partly"),
+                Some(saved) if saved.is_moved() => "waits more".to_owned(),
+                _ => ratio,
+            };
+            (row, verdict)
+        })
+    }
+
+    /// A line for each class whose calls return sooner only for the program to wait more behind them.
+    pub fn moved_waits(&self) -> Vec<String> {
+        let staged = self.rows.iter().filter(|(row, ..)| row.staged);
+        let moved = staged.filter_map(|(row, before, after)| {
+            let saved = Saved::of(before, after).filter(Saved::is_moved)?;
+            let of_a_call = |ns: f64| duration((ns / before.count() as f64) as u64);
+            Some(format!(
+                "{} {}: calls take {} less, {} of which is waited for later",
+                row.direction,
+                bytes(row.size_class_bytes),
+                of_a_call(saved.calls),
+                of_a_call(saved.calls - saved.in_all),
+            ))
+        });
+        moved.collect()
+    }
+
     /// Table and histograms, at most 80 columns wide.
     pub fn text(&self) -> String {
         let mut out = self.table();
+        for line in self.moved_waits() {
+            let _ = writeln!(out, "\n{line}");
+        }
         // The classes in which most time was lost come first; the rest stands in the table.
         let mut by_time: Vec<_> = self.rows.iter().filter(|(row, ..)| row.staged).collect();
         by_time.sort_by_key(|(_, before, after)| {
@@ -213,7 +280,7 @@ impl Comparison {
         for column in table.column_iter_mut().skip(2) {
             column.set_cell_alignment(CellAlignment::Right);
         }
-        for (row, ..) in &self.rows {
+        for (row, verdict) in self.verdicts() {
             let line =
                 |name: &str, window, calls: u64, quantiles: [Option<u64>; 3], gbps, speedup| {
                     let mut cells = vec![name.to_owned(), String::from(window), calls.to_string()];
@@ -236,10 +303,7 @@ impl Comparison {
                 row.calls_after,
                 [row.p50_after_ns, row.p90_after_ns, row.p99_after_ns],
                 row.gbps_after,
-                match row.staged {
-                    true => optional(row.speedup, |speedup| format!("{speedup:.1}x")),
-                    false => "not staged".to_owned(),
-                },
+                verdict,
             ));
         }
         let table = table.to_string();
@@ -386,31 +450,43 @@ mod tests {
     }
 
     #[test]
-    fn short_copies_to_the_device_gain_where_most_of_them_were_staged_and_lose_where_some_were() {
+    fn copies_gain_where_most_of_them_were_staged_and_lose_where_some_were() {
         let plan = cmt_copy::plan::estimate(16);
-        let judged = |direction, bytes: u64, after_ns, staged_bytes| {
+        let judged = |direction, bytes: u64, after_ns, staged_bytes: Option<u64>| {
             let seen = |ns| window(direction, MemoryKind::Pageable, bytes, &[ns; 10]);
-            let mut staged = NONE_STAGED;
-            staged[0][size_class(bytes)] = staged_bytes;
+            let staged = staged_bytes.map(|bytes_in_all| {
+                let mut staged = [[0; SIZE_CLASSES]; 2];
+                staged[usize::from(direction == Direction::DtoH)][size_class(bytes)] = bytes_in_all;
+                staged
+            });
             let comparison = Comparison::new(&seen(1_000_000), &seen(after_ns));
-            let comparison = comparison.judged_by(&plan, &staged);
+            let comparison = comparison.judged_by(&plan, staged.as_ref());
             let saved_ns = comparison.saved_ns();
             (comparison.rows().next().expect("one row").staged, saved_ns)
         };
         let (kib, mib) = (1 << 10, 1 << 20);
         let (faster, slower) = (400_000, 1_500_000);
-        assert_eq!(
-            judged(Direction::HtoD, 64 * kib, faster, 10 * mib),
-            (false, 0.0)
-        );
-        assert_eq!(judged(Direction::HtoD, mib, slower, mib / 3), (false, 0.0));
-        assert_eq!(judged(Direction::HtoD, mib, faster, 4 * mib), (true, 0.0));
-        let (staged, saved_ns) = judged(Direction::HtoD, mib, slower, 4 * mib);
-        assert!(staged && saved_ns < -4e6, "{saved_ns}");
+        let not_staged = [
+            (Direction::HtoD, 64 * kib, faster, Some(10 * mib)),
+            (Direction::HtoD, mib, slower, Some(mib / 3)),
+            (Direction::HtoD, 2 * mib, faster, Some(0)),
+            (Direction::DtoH, mib, faster, Some(0)),
+        ];
+        for (direction, bytes, after_ns, staged_bytes) in not_staged {
+            let judgement = judged(direction, bytes, after_ns, staged_bytes);
+            assert_eq!(judgement, (false, 0.0), "{direction:?} {bytes}");
+        }
+        for known in [Some(4 * mib), None] {
+            assert_eq!(judged(Direction::HtoD, mib, faster, known), (true, 0.0));
+            let (staged, saved_ns) = judged(Direction::HtoD, mib, slower, known);
+            assert!(staged && saved_ns < -4e6, "{saved_ns}");
+        }
         for (direction, bytes, staged_bytes) in [
-            (Direction::HtoD, mib, 5 * mib),
-            (Direction::HtoD, 2 * mib, 0),
-            (Direction::DtoH, mib, 0),
+            (Direction::HtoD, mib, Some(5 * mib)),
+            (Direction::HtoD, 2 * mib, Some(19 * mib)),
+            (Direction::HtoD, 2 * mib, None),
+            (Direction::DtoH, mib, Some(9 * mib)),
+            (Direction::DtoH, mib, None),
         ] {
             let (staged, saved_ns) = judged(direction, bytes, faster, staged_bytes);
             assert!(
@@ -418,6 +494,45 @@ mod tests {
                 "{direction:?} {bytes}: {saved_ns}"
             );
         }
+    }
+
+    #[test]
+    fn a_wait_that_only_moved_is_no_gain() {
+        let ms = 1_000_000;
+        let seen = |call_ms: u64, wait_ms: u64| {
+            let calls = [call_ms * ms; 10];
+            let mut window = window(Direction::HtoD, MemoryKind::Pageable, 16 << 20, &calls);
+            for stat in window.classes.values_mut() {
+                (stat.waited, stat.wait_ns) = (10, 10 * wait_ms * ms);
+            }
+            window
+        };
+        let compared = |before, after| {
+            let comparison = Comparison::new(&before, &after);
+            let verdict = comparison.verdicts().next().expect("one row").1;
+            (
+                (comparison.saved_ns() / ms as f64).round(),
+                verdict,
+                comparison.moved_waits(),
+            )
+        };
+        let line = "HtoD 16 MiB: calls take 99.0 ms less, 98.0 ms of which is waited for later";
+        assert_eq!(
+            compared(seen(100, 1), seen(1, 99)),
+            (10.0, "waits more".to_owned(), vec![line.to_owned()])
+        );
+        // Other work behind the copy took longer, which is no loss.
+        assert_eq!(compared(seen(100, 1), seen(1, 300)).0, 0.0);
+        // Nor is what took less a gain of the copy.
+        assert_eq!(
+            compared(seen(100, 300), seen(20, 1)),
+            (800.0, "5.0x".to_owned(), vec![])
+        );
+        assert_eq!(compared(seen(100, 1), seen(20, 11)).0, 700.0);
+        assert_eq!(compared(seen(20, 300), seen(30, 1)).0, -100.0);
+        let text = Comparison::new(&seen(100, 1), &seen(1, 99)).text();
+        assert!(text.contains(line), "{text}");
+        assert!(text.lines().all(|line| line.chars().count() <= 80));
     }
 
     #[test]

@@ -23,22 +23,27 @@ pub fn page(target: &Target, attached: &Attached, comparison: &Comparison) -> St
         ),
     };
     let rows: String = comparison
-        .rows()
-        .map(|row| {
+        .verdicts()
+        .map(|(row, verdict)| {
             format!(
                 "<tr><th rowspan=2>{} {}</th><td>before</td>{}<th rowspan=2>{}</th></tr><tr><td>after</td>{}</tr>\n",
                 row.direction,
                 compare::bytes(row.size_class_bytes),
                 bar("before", row.calls_before, row.p50_before_ns, row.gbps_before),
-                row.speedup.map_or("-".to_owned(), |speedup| format!("{speedup:.1}×")),
+                verdict,
                 bar("after", row.calls_after, row.p50_after_ns, row.gbps_after),
             )
         })
         .collect();
+    let waits: String = comparison
+        .moved_waits()
+        .iter()
+        .map(|line| format!("<p>{line}</p>\n"))
+        .collect();
     let body = format!(
         "<h1>{comm} <small>process {pid}</small></h1>\n\
          <p>{patched} functions patched in {took:.0} ms; {threads} threads were stopped for {pause:.1} ms.</p>\n\
-         <table><thead><tr><th>copies<th><th>GB/s<th><th>median<th>calls<th>speed-up</tr></thead>\n{rows}</table>\n",
+         <table><thead><tr><th>copies<th><th>GB/s<th><th>median<th>calls<th>speed-up</tr></thead>\n{rows}</table>\n{waits}",
         pid = target.pid,
         comm = escape(&target.comm),
         patched = attached.patched.len(),

@@ -393,7 +393,7 @@ pub struct Counters {
     pub staged_errors: [AtomicU64; 2],
     /// Copies handed to the original function, by [`PassReason`].
     pub passed: [AtomicU64; PASS_REASONS],
-    /// Panics that were caught in a hook; the copy went to the original function or reported `CUDA_ERROR_UNKNOWN`.
+    /// Panics that were caught in a hook; the copy went to the original function.
     pub panics: AtomicU64,
     /// Pinned bytes that the payload holds now.
     pub pinned_bytes: AtomicU64,

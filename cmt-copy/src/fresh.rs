@@ -113,8 +113,9 @@ fn resident(start: u64, bytes: u64) -> Option<u64> {
     (result == 0).then(|| pages.iter().map(|page| u64::from(page & 1)).sum())
 }
 
-/// Whether huge pages go to those who ask for them, and to nobody else. Read once.
-fn are_given_on_request() -> bool {
+/// Whether huge pages go to those who ask for them, and to nobody else. Read once, when an engine is made: on a thread of the
+/// application's a file is a cancellation point, and may be forbidden.
+pub(crate) fn are_given_on_request() -> bool {
     static ANSWER: OnceLock<bool> = OnceLock::new();
     *ANSWER.get_or_init(|| {
         std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -93,6 +93,8 @@ pub struct Told {
     /// Whether it counts for its thread's pace: where it passes, the caller says by [`note_paced`] that the original has
     /// returned.
     pub is_paced: bool,
+    /// Whether it was staged and timed for the guard: [`Engine::compared`] may have news.
+    pub is_timed: bool,
 }
 
 /// The copy engine. Starts no thread and pins no memory before the first copy that it stages.
@@ -114,6 +116,8 @@ impl Engine {
             0 => workers::available_cpus(),
             given => given,
         };
+        // Whoever copies opens no file.
+        fresh::are_given_on_request();
         let threads = threads.clamp(1, THREADS_MAX);
         Self {
             driver,
@@ -132,6 +136,11 @@ impl Engine {
             guard: Some(Guard::new()),
             ..self
         }
+    }
+
+    /// Whether it has one.
+    pub fn is_guarded(&self) -> bool {
+        self.guard.is_some()
     }
 
     /// The original function took so long for a call that has passed as [`PassReason::Sampled`].
@@ -244,6 +253,7 @@ impl Engine {
             (timed_from, &self.guard, told.outcome)
         {
             guard.note(true, told.to_host, bytes, start.elapsed());
+            told.is_timed = true;
         }
         if told.is_paced && matches!(told.outcome, Outcome::Staged(_)) {
             pace::ended();
@@ -318,7 +328,7 @@ impl Engine {
             Turn::Sample => return Err(PassReason::Sampled),
             Turn::Lost => return Err(PassReason::Slower),
         }
-        // All that stock would not do counts, waiting for a lane as well.
+        // Waiting for a lane counts as well; what has been asked until now, stock's samples had to ask, too.
         let timed_from = (turn == Turn::StageTimed).then(Instant::now);
         // Nothing is known of when stock waits with a rectangle.
         let stock_waits_too = !wish.of_2d && bytes >= staging::STOCK_WAITS_FROM_BYTES;
@@ -408,6 +418,7 @@ impl Told {
         outcome: Outcome::Pass(PassReason::BelowCutOver),
         to_host: false,
         is_paced: false,
+        is_timed: false,
     };
 }
 

@@ -22,7 +22,7 @@ const FIRST: i32 = 4;
 /// So many more where it was found that they cannot be staged, since that is not found for nothing.
 const PAUSE: i32 = 16;
 /// Threads that have a place of their own, if no two meet in one.
-const PLACES: usize = 64;
+const PLACES: usize = 512;
 
 /// By thread. No thread-local variable: a library that was loaded late gets those from the program's `malloc`, under the
 /// loader's lock.
@@ -91,8 +91,16 @@ pub(crate) fn forget() {
 fn own() -> (u64, &'static Pace) {
     // SAFETY: takes nothing, and cannot fail.
     let thread = unsafe { libc::pthread_self() } as u64;
-    let place = thread.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - PLACES.ilog2());
-    (thread, &PACES[place as usize].0)
+    (thread, &PACES[place(thread)].0)
+}
+
+/// Stacks lie at even distances, so all bits are mixed (MurmurHash3's finalizer).
+fn place(thread: u64) -> usize {
+    let mut mixed = thread;
+    for factor in [0xFF51_AFD7_ED55_8CCD, 0xC4CE_B9FE_1A85_EC53] {
+        mixed = (mixed ^ mixed >> 33).wrapping_mul(factor);
+    }
+    (mixed ^ mixed >> 33) as usize % PLACES
 }
 
 fn now_ns() -> u64 {
@@ -155,6 +163,19 @@ mod tests {
             is_asked
         });
         assert_eq!(asked.count(), 10);
+    }
+
+    #[test]
+    fn threads_with_stacks_side_by_side_have_places_of_their_own() {
+        for distance in [0x80_1000, 0x81_0000, 0x100_0000, 0x1000, 0x2_1000] {
+            for first in 0..32 {
+                let top = 0x7f00_0000_0000 + (first << 25);
+                let places: std::collections::BTreeSet<usize> = (0..16)
+                    .map(|thread| place(top - thread * distance))
+                    .collect();
+                assert!(places.len() >= 13, "{distance:#x}: {}", places.len());
+            }
+        }
     }
 
     #[test]

@@ -106,11 +106,8 @@ impl Original {
             && let Some(engine) = unsafe { ENGINE.load(Ordering::Acquire).as_ref() }
         {
             engine.note_stock(to_host, bytes, took);
-            if let Some(([stock, staged], control)) = engine.compared(to_host, bytes).zip(control())
-            {
-                let class = class_of(control, to_host, bytes as u64);
-                class.stock_ns_per_mib.store(stock, Ordering::Relaxed);
-                class.staged_ns_per_mib.store(staged, Ordering::Relaxed);
+            if let Some(control) = control() {
+                tell_compared(engine, control, to_host, bytes);
             }
         }
         IN_FLIGHT.0.fetch_sub(1, Ordering::Release);
@@ -290,6 +287,9 @@ fn ask_enabled(
                 counters.staged_bytes[direction].fetch_add(bytes, Ordering::Relaxed);
                 let class = class_of(control, to_host, bytes);
                 class.bytes.fetch_add(bytes, Ordering::Relaxed);
+                if told.is_timed {
+                    tell_compared(engine, control, to_host, bytes as usize);
+                }
             } else {
                 counters.staged_errors[direction].fetch_add(1, Ordering::Relaxed);
             }
@@ -308,6 +308,15 @@ fn ask_enabled(
             pass(control, reason).map_err(|_| Original::Paced)
         }
         Outcome::Pass(reason) => pass(control, reason),
+    }
+}
+
+/// Tells the host what the engine's guard has found out of such copies.
+fn tell_compared(engine: &Engine, control: &Control, to_host: bool, bytes: usize) {
+    if let Some([stock, staged]) = engine.compared(to_host, bytes) {
+        let class = class_of(control, to_host, bytes as u64);
+        class.stock_ns_per_mib.store(stock, Ordering::Relaxed);
+        class.staged_ns_per_mib.store(staged, Ordering::Relaxed);
     }
 }
 
@@ -344,6 +353,12 @@ pub fn enable(control: &'static Control, plan: Plan) -> Result<(), String> {
     mark_ours()?;
     CONTROL.store((&raw const *control).cast_mut(), Ordering::Release);
     control.counters.clear();
+    let guarded = control.flags.load(Ordering::Acquire) & flag::UNGUARDED == 0;
+    // SAFETY: only this thread frees the engine.
+    let left = unsafe { ENGINE.load(Ordering::Acquire).as_ref() };
+    if left.is_some_and(|engine| engine.is_guarded() != guarded) {
+        stop()?;
+    }
     if ENGINE.load(Ordering::Acquire).is_null() {
         let originals = std::array::from_fn(|index| ORIGINALS[index].load(Ordering::Acquire));
         let driver = std::array::from_fn(|index| control.driver[index].load(Ordering::Acquire));
@@ -352,10 +367,7 @@ pub fn enable(control: &'static Control, plan: Plan) -> Result<(), String> {
             unsafe { Driver::new(&originals, &driver) }.map_err(|error| error.to_string())?;
         let most_threads = control.max_threads.load(Ordering::Acquire);
         let engine = Engine::new(driver, plan, most_threads);
-        let engine = match control.flags.load(Ordering::Acquire) & flag::UNGUARDED {
-            0 => engine.guarded(),
-            _ => engine,
-        };
+        let engine = if guarded { engine.guarded() } else { engine };
         engine.set_helper_cpus(helper_cpus(control));
         note_cut_overs(&engine);
         ENGINE.store(Box::into_raw(Box::new(engine)), Ordering::Release);

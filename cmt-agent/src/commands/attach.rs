@@ -7,7 +7,7 @@ use anyhow::{Context as _, bail};
 use cmt_common::control::Plan;
 use serde::Serialize;
 
-use crate::compare::{self, Comparison, NONE_STAGED, Row, Window};
+use crate::compare::{self, Comparison, Row, Window};
 use crate::cpus::Cpus;
 use crate::injector::{self, Attached};
 use crate::output_file::OutputFile;
@@ -145,9 +145,9 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     };
     let after = window(tracer.as_ref(), "after", args.after)?;
     // Of a process that has ended nobody can say what was staged.
-    let staged = injector::staged_bytes(&mut target).unwrap_or(NONE_STAGED);
+    let staged = injector::staged_bytes(&mut target).ok().flatten();
     let comparison = Comparison::new(&Window::new(&before.seen), &Window::new(&after.seen))
-        .judged_by(&plan, &staged);
+        .judged_by(&plan, staged.as_ref());
     // Copies that the original function refuses are the application's own affair.
     let staged_failed = injector::staged_errors(&mut target).unwrap_or(0) > 0;
     let failing = match staged_failed {

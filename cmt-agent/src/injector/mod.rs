@@ -30,7 +30,7 @@ pub use load::PAYLOAD;
 use load::{load, restart};
 pub use threads::{ThreadError, reap_the_ended};
 
-use crate::compare::{NONE_STAGED, StagedBytes};
+use crate::compare::StagedBytes;
 use crate::probes::rights::{self, Deed};
 use crate::target::{Target, TargetError, text};
 
@@ -329,17 +329,16 @@ pub fn staged_errors(target: &mut Target) -> Result<u64, InjectError> {
     }))
 }
 
-/// What was staged since the process was attached.
-pub fn staged_bytes(target: &mut Target) -> Result<StagedBytes, InjectError> {
+/// What was staged since the process was attached; `None` where it is not.
+pub fn staged_bytes(target: &mut Target) -> Result<Option<StagedBytes>, InjectError> {
     target.refresh_maps()?;
-    let mut bytes = NONE_STAGED;
-    if let Some(control) = find_control(target)? {
-        let counted = control.counters.classes.iter().flatten();
-        for (bytes, class) in bytes.as_flattened_mut().iter_mut().zip(counted) {
-            *bytes = class.bytes.load(Ordering::Relaxed);
-        }
-    }
-    Ok(bytes)
+    let control = find_control(target)?;
+    Ok(control.map(|control| {
+        let classes = &control.counters.classes;
+        std::array::from_fn(|way| {
+            std::array::from_fn(|class| classes[way][class].bytes.load(Ordering::Relaxed))
+        })
+    }))
 }
 
 /// Whether the payload's control thread lives.

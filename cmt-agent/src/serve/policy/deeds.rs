@@ -3,7 +3,7 @@
 use anyhow::{Context as _, bail};
 use cmt_common::control::Plan;
 
-use crate::compare::{NONE_STAGED, StagedBytes};
+use crate::compare::StagedBytes;
 use crate::cpus::Cpus;
 use crate::injector::{self, Standing};
 use crate::keeper;
@@ -22,12 +22,9 @@ pub fn staged_errors(pid: u32) -> u64 {
     injector::staged_errors(&mut target).unwrap_or(0)
 }
 
-/// What was staged in it since it was attached; nothing where it cannot be looked at.
-pub fn staged_bytes(pid: u32) -> StagedBytes {
-    let target = Target::look_at(pid).ok();
-    target
-        .and_then(|mut target| injector::staged_bytes(&mut target).ok())
-        .unwrap_or(NONE_STAGED)
+/// What was staged in it since it was attached; `None` where it cannot be looked at.
+pub fn staged_bytes(pid: u32) -> Option<StagedBytes> {
+    injector::staged_bytes(&mut Target::look_at(pid).ok()?).ok()?
 }
 
 /// Attaches by the estimate for this machine, as `cmt attach` does.

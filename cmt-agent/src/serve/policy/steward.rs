@@ -326,7 +326,7 @@ impl Steward {
             Some(before) if !trial.judged && trial.plan != Plan::NONE => {
                 let staged = staged_bytes(pid);
                 let least = rule.rollback.min_gain;
-                match verdict::gained(before, &after, &trial.plan, &staged, least) {
+                match verdict::gained(before, &after, &trial.plan, staged.as_ref(), least) {
                     Ok(gained) => {
                         let gained = format!("it gains {gained:.2} s of every minute");
                         self.tell(pid, case, "keep", &gained);

@@ -34,7 +34,7 @@ pub fn gained(
     before: &Snapshot,
     after: &Snapshot,
     plan: &Plan,
-    staged: &StagedBytes,
+    staged: Option<&StagedBytes>,
     least: f64,
 ) -> Result<f64, String> {
     let windows = Comparison::new(&Window::new(before), &Window::new(after));
@@ -66,7 +66,6 @@ mod tests {
     use cmt_common::histogram::size_class_of;
 
     use super::*;
-    use crate::compare::NONE_STAGED;
     use crate::histogram::Stat;
 
     const MIB: u64 = 1 << 20;
@@ -100,7 +99,7 @@ mod tests {
     #[test]
     fn a_gain_is_what_copies_took_less() {
         let plan = cmt_copy::plan::estimate(8);
-        let judge = |before, after, least| gained(&before, &after, &plan, &NONE_STAGED, least);
+        let judge = |before, after, least| gained(&before, &after, &plan, None, least);
         // Each of a hundred would be 3 ms shorter, however many there are now.
         let gain = judge(minute(100, 5, None), minute(200, 2, None), 0.2);
         assert!(
