@@ -73,10 +73,27 @@ fn unguarded_short_copies_are_staged_however_they_come() {
         let mut alone = passed.iter();
         alone.any(|entry| entry["reason"] == "short, one at a time")
     };
+    let page = tempfile::NamedTempFile::new().expect("a file");
+    let path = page.path().to_str().expect("text");
     for (more, guarded) in [(&[][..], true), (&["--unguarded"], false)] {
-        let attach = ["attach", &pid, "--before", "0s", "--after", "0s", "--json"];
-        let report = cmt(attach.iter().chain(more)).json();
+        let windows = ["--before", "1s", "--after", "1s"];
+        let attach = ["attach", &pid, "--json", "--html", path];
+        let report = cmt(attach.iter().chain(&windows).chain(more)).json();
         assert_eq!(report["guarded"], guarded);
+        let of_htod = |row: &&Value| row["direction"] == "HtoD";
+        let rows = report["compare"].as_array().expect("rows");
+        let row = rows.iter().find(of_htod).expect("HtoD");
+        assert_eq!(row["staged"], !guarded, "{row:#}");
+        let page = std::fs::read_to_string(path).expect("a page");
+        assert_eq!(page.contains("not staged"), guarded, "{page}");
+        assert!(page.contains("The new copier stays."), "{page}");
+        // What it would bring is told of what is not attached yet.
+        let advice = |report: &Value| report["processes"][0]["gain"]["advice"].clone();
+        assert_ne!(advice(&report["before"]), advice(&report["after"]));
+        let traced = cmt(["trace", &pid, "--for", "300ms", "--json"]).json();
+        for advice in [advice(&report["after"]), advice(&traced)] {
+            assert_eq!(advice, "attached: cmt status shows what is staged");
+        }
         std::thread::sleep(Duration::from_secs(1));
         let process = &cmt(["status", &pid, "--json"]).json()["processes"][0];
         assert_eq!(process["guarded"], guarded);

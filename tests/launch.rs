@@ -615,7 +615,7 @@ fn bad_input_is_refused_before_the_program_starts() {
         ),
         (
             vec!["tune", "--profile", "/nowhere", "--", "touch", touch],
-            "cannot be read",
+            "no such file",
         ),
         (
             vec![

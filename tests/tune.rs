@@ -587,7 +587,7 @@ fn what_cannot_work_is_refused_before_anything_is_measured() {
         ),
         (
             &["--profile", "/nonexistent/profile.json"],
-            "cannot be read",
+            "no name of `cmt profile list`, and no such file",
         ),
     ] {
         let finished = finish(place.tune(args));

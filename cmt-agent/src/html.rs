@@ -7,8 +7,13 @@ use crate::target::Target;
 
 pub(crate) const STYLE: &str = include_str!("html/style.css");
 
-/// The page: a table with one bar a class and window, both on the scale of the fastest.
-pub fn page(target: &Target, attached: &Attached, comparison: &Comparison) -> String {
+/// The page: a table with one bar a class and window, both on the scale of the fastest, and what else there is to say.
+pub fn page(
+    target: &Target,
+    attached: &Attached,
+    comparison: &Comparison,
+    notes: &[String],
+) -> String {
     let most = comparison
         .rows()
         .flat_map(|row| [row.gbps_before, row.gbps_after])
@@ -35,15 +40,22 @@ pub fn page(target: &Target, attached: &Attached, comparison: &Comparison) -> St
             )
         })
         .collect();
-    let waits: String = comparison
+    let table = match rows.is_empty() {
+        true => "<p>No copy with pageable memory was seen.</p>\n".to_owned(),
+        false => format!(
+            "<table><thead><tr><th>copies<th><th>GB/s<th><th>median<th>calls<th>speed-up</tr></thead>\n{rows}</table>\n"
+        ),
+    };
+    let notes: String = comparison
         .moved_waits()
         .iter()
-        .map(|line| format!("<p>{line}</p>\n"))
+        .chain(notes)
+        .map(|note| format!("<p>{}</p>\n", escape(note)))
         .collect();
     let body = format!(
         "<h1>{comm} <small>process {pid}</small></h1>\n\
          <p>{patched} functions patched in {took:.0} ms; {threads} threads were stopped for {pause:.1} ms.</p>\n\
-         <table><thead><tr><th>copies<th><th>GB/s<th><th>median<th>calls<th>speed-up</tr></thead>\n{rows}</table>\n{waits}",
+         {table}{notes}",
         pid = target.pid,
         comm = escape(&target.comm),
         patched = attached.patched.len(),

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cmt_tests::{Named, Rung, Serve, Victim, cmt, cmt_command, detach, require, until};
+use cmt_tests::{Named, Rung, Serve, Victim, attach, cmt, cmt_command, detach, require, until};
 use serde_json::Value;
 
 use crate::shared;
@@ -157,6 +157,8 @@ fn without_a_policy_or_by_one_that_observes_nothing_is_done() {
     let _shared = shared();
     let named = Named::new("sv-see", "victim-drv");
     let victim = slow(&named);
+    let attached = slow(&named);
+    assert_eq!(attach(&attached).code, Some(0));
     let without = Serve::start(&LINK, &[]);
     let serving = serve(&policy("observe", &[rule(&named, "")]));
     until_action(&serving, &named, "would_attach", 1);
@@ -166,6 +168,7 @@ fn without_a_policy_or_by_one_that_observes_nothing_is_done() {
     let families = String::from_utf8(without.get("/metrics", "").2).expect("text");
     assert!(!families.contains("cmt_policy"), "{families}");
     victim.stop();
+    attached.stop();
 }
 
 #[test]

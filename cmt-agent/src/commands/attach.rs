@@ -139,6 +139,8 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     if tracer.as_ref().is_some_and(Tracer::ended) {
         bail!("process {} ended before it could be attached to", args.pid);
     }
+    // As it is now: soon it will be attached to.
+    let before_report = Report::new(&before.seen, tracer.as_ref().and_then(Tracer::pair_ns));
     let attached = match args.unguarded {
         false => keeper::attach(&target, &plan, threads)?,
         true => keeper::attach_unguarded(&target, &plan, threads)?,
@@ -181,6 +183,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         ),
         false => error,
     };
+    let notes = notes(args.pid, &before, &after, &handed_back, &end);
     if args.json {
         let object = Object {
             schema: "cmt/attach/1",
@@ -196,7 +199,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             hijack_us: attached.held.as_micros() as u64,
             commit_pause_us: attached.commit.pause.as_micros() as u64,
             commit_threads: attached.commit.threads,
-            before: Report::new(&before.seen, pair_ns),
+            before: before_report,
             after: Report::new(&after.seen, pair_ns),
             compare: comparison.rows().collect(),
             handed_back: handed_back.iter().map(HandedBack::of).collect(),
@@ -207,47 +210,23 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         pipe::print(&format!("{}\n", serde_json::to_string(&object)?)).map_err(stays)?;
     } else {
         let mut text = text(&target, &attached, &comparison, tracing);
-        if after.interrupted {
-            text += "\nThe second window was cut short.\n";
+        for note in &notes {
+            text += &format!("\n{note}\n");
         }
-        if let Some(line) = watch::errors(&before.seen, &after.seen) {
-            text += &format!("\n{line}\n");
-        }
-        for slower in &handed_back {
-            let HandedBack {
-                direction,
-                size_class_bytes,
-                ratio,
-            } = HandedBack::of(slower);
-            text += &format!(
-                "\n{direction} {} was slower ({ratio:.2}x): such copies go to the original\nfunction again\n",
-                compare::bytes(size_class_bytes)
-            );
-        }
-        text += &match &end {
-            Ok(End::Kept) => format!(
-                "\nThe new copier stays. Take it out with: cmt detach {}\n",
-                args.pid
-            ),
-            Ok(End::Reverted) => {
-                format!("\nreverted: process {} copies as it did before\n", args.pid)
-            }
-            Ok(End::Gone) => format!(
-                "\nprocess {} has ended, or was detached from meanwhile\n",
-                args.pid
-            ),
-            Err(_) => String::new(),
-        };
         pipe::print(&text).map_err(stays)?;
     }
     if let Some(page) = page {
-        page.write(&html::page(&target, &attached, &comparison))
+        page.write(&html::page(&target, &attached, &comparison, &notes))
             .map_err(stays)?;
     }
     end?;
     if !failing.is_empty() {
         bail!(
-            "copies that had not failed before began to fail ({}); process {} was detached again and copies as before",
+            "{} ({}); process {} was detached again and copies as before",
+            match args.before.is_zero() {
+                true => "copies fail, and whether they did before nobody has looked",
+                false => "copies that had not failed before began to fail",
+            },
             failing.join(", "),
             args.pid
         );
@@ -296,6 +275,43 @@ enum End {
     Reverted,
     /// The process has ended, or somebody else has detached from it.
     Gone,
+}
+
+/// What there is to say besides the comparison: one sentence each.
+fn notes(
+    pid: u32,
+    before: &Seen,
+    after: &Seen,
+    handed_back: &[Slower],
+    end: &anyhow::Result<End>,
+) -> Vec<String> {
+    let mut notes = Vec::new();
+    if after.interrupted {
+        notes.push("The second window was cut short.".to_owned());
+    }
+    notes.extend(watch::errors(&before.seen, &after.seen));
+    notes.extend(handed_back.iter().map(|slower| {
+        let HandedBack {
+            direction,
+            size_class_bytes,
+            ratio,
+        } = HandedBack::of(slower);
+        format!(
+            "{direction} {} was slower ({ratio:.2}x): such copies go to the original\nfunction again",
+            compare::bytes(size_class_bytes)
+        )
+    }));
+    notes.extend(match end {
+        Ok(End::Kept) => Some(format!(
+            "The new copier stays. Take it out with: cmt detach {pid}"
+        )),
+        Ok(End::Reverted) => Some(format!("reverted: process {pid} copies as it did before")),
+        Ok(End::Gone) => Some(format!(
+            "process {pid} has ended, or was detached from meanwhile"
+        )),
+        Err(_) => None,
+    });
+    notes
 }
 
 fn text(target: &Target, attached: &Attached, comparison: &Comparison, tracing: bool) -> String {

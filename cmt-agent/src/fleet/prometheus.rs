@@ -14,6 +14,13 @@ use super::latencies::Latencies;
 /// A series' labels, its name as `__name__`.
 pub type Labels = BTreeMap<String, String>;
 
+fn what_to_do(kind: &str) -> &'static str {
+    match kind {
+        "bad_data" => "is it --match, --patched or --unpatched?",
+        _ => "where it is too much, a shorter --range or a --match asks for less",
+    }
+}
+
 /// Why a question got no answer.
 #[derive(Debug, Error)]
 pub enum Error {
@@ -49,8 +56,8 @@ pub enum Error {
     },
     /// Prometheus says why not.
     #[error(
-        "{url} could not answer (HTTP {status}, {kind}): {text}; where it is too much, a shorter --range or a --match asks for \
-         less. The question was {query}"
+        "{url} could not answer (HTTP {status}, {kind}): {text}; {}. The question was {query}",
+        what_to_do(kind)
     )]
     Refused {
         /// Without credentials.

@@ -29,11 +29,18 @@ const MOST_TEXT: usize = 256;
 /// No more classes are measured.
 const MOST_CLASSES: usize = 128;
 
+fn unread(error: &std::io::Error) -> &'static str {
+    match error.kind() {
+        std::io::ErrorKind::NotFound => "no name of `cmt profile list`, and no such file",
+        _ => "cannot be read",
+    }
+}
+
 /// Why a profile is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ProfileError {
     /// The file cannot be read.
-    #[error("profile {}: cannot be read", path.display())]
+    #[error("profile {}: {}", path.display(), unread(source))]
     Read {
         /// Which.
         path: PathBuf,

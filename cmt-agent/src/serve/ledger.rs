@@ -12,6 +12,7 @@ use cmt_common::event::CopyKey;
 use super::totals::Totals;
 use super::workloads;
 use crate::histogram::Stat;
+use crate::injector::{self, Standing};
 use crate::link::Link;
 use crate::trace::Process;
 use crate::trace::gain::{Gain, Means};
@@ -118,11 +119,14 @@ impl Interval {
         }
     }
 
-    /// Adds what attach would have given back. What cannot be estimated adds nothing.
+    /// Adds what attach would have given back. What cannot be estimated adds nothing, nor does what is attached to.
     fn estimate(self, totals: &mut Totals) {
         let link = Link::best();
         let minutes = self.begun.elapsed().as_secs_f64() / 60.0;
         for (pid, (workload, threads)) in self.processes {
+            if matches!(injector::look_at(pid), Ok(Standing::Attached)) {
+                continue;
+            }
             let means = Means {
                 link: link.clone(),
                 threads,

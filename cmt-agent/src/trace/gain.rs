@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use super::Snapshot;
 use crate::histogram::Stat;
+use crate::injector::{self, Standing};
 use crate::link::Link;
 
 /// A staged copy takes this long, and its bytes at this share of what pinned ones reach: 1 MiB to 1 GiB took 0.85 to 1.0 of
@@ -57,7 +58,7 @@ pub struct Gain {
 }
 
 impl Gain {
-    /// The answer for process `pid` of a trace, on a machine with this link.
+    /// The answer for process `pid` of a trace, on a machine with this link. One that is attached to has it already.
     pub fn of_process(snapshot: &Snapshot, pid: u32, link: Option<&Link>) -> Self {
         let means = Means {
             link: link.cloned(),
@@ -66,11 +67,19 @@ impl Gain {
                 .get(&pid)
                 .map_or(0, |process| process.threads),
         };
-        Self::of(
+        let gain = Self::of(
             snapshot.rows.range(CopyKey::of_process(pid)),
             snapshot.duration.as_secs_f64(),
             &means,
-        )
+        );
+        match injector::look_at(pid) {
+            Ok(Standing::Attached) => Self {
+                saved_s_per_minute: None,
+                advice: "attached: cmt status shows what is staged".into(),
+                ..gain
+            },
+            _ => gain,
+        }
     }
 
     /// What the copies of one process, traced for `seconds`, say.
@@ -86,7 +95,7 @@ impl Gain {
         let mut rates = [(0u64, 0u64); 2];
         let mut saved_ns = 0.0;
         let mut calls = 0;
-        let (mut staged, mut paced) = (0, 0);
+        let (mut staged, mut paced, mut paced_ns) = (0, 0, 0u64);
         for (key, stat) in copies {
             let way = match Direction::from_raw(key.direction) {
                 Direction::HtoD => 0,
@@ -110,6 +119,7 @@ impl Gain {
             // Nobody has seen whether they come in a row, and one at a time short ones are left to the driver.
             if cmt_copy::is_paced(way == 1, bytes) {
                 paced += stat.count();
+                paced_ns = stat.total_ns.saturating_add(paced_ns);
                 continue;
             }
             staged += stat.count();
@@ -131,6 +141,8 @@ impl Gain {
             (ns > 0).then(|| bytes as f64 / ns as f64)
         };
         let per_minute = saved_ns / 1e9 / seconds.max(1e-9) * 60.0;
+        let is_little = per_minute < WORTH_SHARE * 60.0;
+        let paced_matter = paced_ns as f64 / 1e9 >= WORTH_SHARE * seconds;
         let pageable = rates.iter().any(|(bytes, _)| *bytes > 0);
         let (saved, advice) = if calls == 0 {
             (
@@ -147,7 +159,10 @@ impl Gain {
                 Some(0.0),
                 "nothing to gain: it may use one CPU only, and staging takes two".into(),
             )
-        } else if staged == 0 && paced > 0 && means.threads > 1 {
+        } else if paced > 0
+            && means.threads > 1
+            && (staged == 0 || paced_matter && speed.is_some() && is_little)
+        {
             (
                 None,
                 "no estimate: its copies to the device are short, and gain only in a row; cmt attach shows it"
@@ -169,17 +184,21 @@ impl Gain {
                 None,
                 "no estimate: no GPU's link is known here (sysfs); cmt bench measures".into(),
             )
-        } else if per_minute < WORTH_SHARE * 60.0 {
+        } else if is_little {
             (
                 Some(per_minute),
                 "nothing to gain: its pageable copies are as fast already, or take little time"
                     .into(),
             )
         } else {
+            let besides = match paced_matter {
+                true => ", and more where its short copies to the device come in a row",
+                false => "",
+            };
             (
                 Some(per_minute),
                 format!(
-                    "estimated gain with cmt attach: {per_minute:.1} s of its threads' time in every minute"
+                    "estimated gain with cmt attach: {per_minute:.1} s of its threads' time in every minute{besides}"
                 ),
             )
         };
@@ -284,6 +303,45 @@ mod tests {
             .saved_s_per_minute
             .expect("an estimate");
         assert!(saved < 0.3, "{saved}");
+    }
+
+    #[test]
+    fn short_copies_to_the_device_that_take_time_are_named() {
+        let mib = 1 << 20;
+        let to_device = |bytes, latencies: &[u64]| {
+            copies(Direction::HtoD, MemoryKind::Pageable, bytes, latencies)
+        };
+        let trickle = copies(
+            Direction::DtoH,
+            MemoryKind::Pageable,
+            64 << 10,
+            &[60_000; 4],
+        );
+        let (many, few) = (
+            to_device(mib, &[1_400_000; 2000]),
+            to_device(mib, &[100_000; 20]),
+        );
+        let slow = to_device(64 * mib, &[9_000_000; 100]);
+        for (mix, saves, words) in [
+            ([&many, &trickle], None, "gain only in a row"),
+            ([&few, &trickle], Some(false), "take little time"),
+            (
+                [&many, &slow],
+                Some(true),
+                "and more where its short copies",
+            ),
+            ([&few, &slow], Some(true), "in every minute"),
+        ] {
+            let mut found = gain(&mix.map(Vec::clone).concat(), &means(16));
+            assert_eq!(found.saved_s_per_minute.map(|saved| saved > 1.0), saves);
+            assert!(found.advice.contains(words), "{found:?}");
+            found.advice.retain(|letter| letter == ',');
+            assert_eq!(
+                found.advice.is_empty(),
+                words == "in every minute",
+                "{words}"
+            );
+        }
     }
 
     #[test]

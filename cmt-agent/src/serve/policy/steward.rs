@@ -172,7 +172,10 @@ impl Steward {
         if let Some(gain) = enough
             && self.policy.mode == Mode::Observe
         {
-            self.tell(pid, case, "would_attach", &estimate(gain));
+            // What is attached to, or was, would be left as it is.
+            if matches!(standing(pid), Ok(Standing::Untouched) | Err(_)) {
+                self.tell(pid, case, "would_attach", &estimate(gain));
+            }
             return State::Left;
         }
         observed.since = now.counted.clone();
