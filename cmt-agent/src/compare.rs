@@ -82,6 +82,11 @@ pub struct Row {
     pub staged: bool,
     /// Less than half of their bytes were staged: such a class may have lost by it, but no gain is counted.
     pub partly: bool,
+    /// Whether a loss may come of the attach: by waiting for its turn a copy loses that is not staged in the end.
+    #[serde(skip)]
+    pub may_lose: bool,
+    #[serde(skip)]
+    may_gain: bool,
 }
 
 /// How much less time copies of the first window would have taken at the rates of the second, in ns of their threads.
@@ -107,9 +112,9 @@ impl Saved {
         Some(Self { calls, in_all })
     }
 
-    /// Whether most of it is waited for afterwards.
-    fn is_moved(&self) -> bool {
-        self.calls > 0.0 && self.in_all < self.calls / 2.0
+    /// Whether most of it is waited for afterwards, and it is more than noise.
+    fn is_moved(&self, before: &Stat) -> bool {
+        self.calls > before.total_ns as f64 / 20.0 && self.in_all < self.calls / 2.0
     }
 }
 
@@ -157,6 +162,8 @@ impl Comparison {
                     wait_after_ns: after.wait_ns.checked_div(after.count()),
                     staged: true,
                     partly: false,
+                    may_lose: true,
+                    may_gain: true,
                 };
                 (row, before, after)
             })
@@ -184,18 +191,16 @@ impl Comparison {
                     within.then_some(plan.threads)
                 })
                 .any(|threads| threads > 0);
-            match staged {
-                Some(staged) if after.bytes > 0 => {
-                    let bytes = staged[usize::from(to_host)][size_class(row.size_class_bytes)];
-                    row.staged &= bytes > 0 && bytes >= after.bytes / 20;
-                    row.partly = row.staged && bytes < after.bytes / 2;
-                }
-                Some(_) => {}
-                // Those that need a pace may have kept none.
-                None => {
-                    row.partly = row.staged && cmt_copy::is_paced(to_host, row.size_class_bytes)
-                }
+            row.may_lose = row.staged;
+            let is_paced = cmt_copy::is_paced(to_host, row.size_class_bytes);
+            if let Some(staged) = staged.filter(|_| after.bytes > 0) {
+                let bytes = staged[usize::from(to_host)][size_class(row.size_class_bytes)];
+                row.staged &= bytes > 0 && bytes >= after.bytes / 20;
+                row.partly = row.staged && bytes < after.bytes / 2;
+                row.may_lose &= row.staged || !is_paced;
             }
+            // Where it is not known, those that need a pace may have kept none.
+            row.may_gain = row.staged && !row.partly && !(is_paced && staged.is_none());
         }
         self
     }
@@ -205,15 +210,17 @@ impl Comparison {
         self.rows.iter().map(|(row, ..)| row)
     }
 
-    /// How much less time the staged copies of the first window would have taken at the rates of the second, in ns of their
-    /// threads, with what was waited for after them. Classes that one window did not see count nothing.
+    /// How much less time the copies of the first window would have taken at the rates of the second, as far as staging can have
+    /// caused it, in ns of their threads, with what was waited for after them. Classes that one window did not see count nothing.
     pub fn saved_ns(&self) -> f64 {
-        let both = self.rows.iter().filter(|(row, ..)| row.staged);
-        let saved = both.filter_map(|(row, before, after)| {
+        let saved = self.rows.iter().filter_map(|(row, before, after)| {
             let saved = Saved::of(before, after)?.in_all;
-            Some(if row.partly { saved.min(0.0) } else { saved })
+            match saved > 0.0 {
+                true => row.may_gain.then_some(saved),
+                false => row.may_lose.then_some(saved),
+            }
         });
-        saved.sum()
+        saved.fold(0.0, std::ops::Add::add)
     }
 
     /// Each row with what is to be said of its speed: how many times as fast, or why that is no gain.
@@ -223,7 +230,7 @@ impl Comparison {
             let verdict = match Saved::of(before, after) {
                 _ if !row.staged => "not staged".to_owned(),
                 Some(_) if row.partly => format!("{ratio} partly"),
-                Some(saved) if saved.is_moved() => "waits more".to_owned(),
+                Some(saved) if saved.is_moved(before) => "waits more".to_owned(),
                 _ => ratio,
             };
             (row, verdict)
@@ -234,7 +241,7 @@ impl Comparison {
     pub fn moved_waits(&self) -> Vec<String> {
         let staged = self.rows.iter().filter(|(row, ..)| row.staged);
         let moved = staged.filter_map(|(row, before, after)| {
-            let saved = Saved::of(before, after).filter(Saved::is_moved)?;
+            let saved = Saved::of(before, after).filter(|saved| saved.is_moved(before))?;
             let of_a_call = |ns: f64| duration((ns / before.count() as f64) as u64);
             Some(format!(
                 "{} {}: calls take {} less, {} of which is waited for later",
@@ -476,6 +483,9 @@ mod tests {
             let judgement = judged(direction, bytes, after_ns, staged_bytes);
             assert_eq!(judgement, (false, 0.0), "{direction:?} {bytes}");
         }
+        // Longer ones may have waited for nothing.
+        let (staged, saved_ns) = judged(Direction::DtoH, 4 * mib, slower, Some(0));
+        assert!(!staged && saved_ns < -4e6, "{saved_ns}");
         for known in [Some(4 * mib), None] {
             assert_eq!(judged(Direction::HtoD, mib, faster, known), (true, 0.0));
             let (staged, saved_ns) = judged(Direction::HtoD, mib, slower, known);
@@ -529,6 +539,7 @@ mod tests {
             (800.0, "5.0x".to_owned(), vec![])
         );
         assert_eq!(compared(seen(100, 1), seen(20, 11)).0, 700.0);
+        assert_eq!(compared(seen(100, 1), seen(97, 9)).1, "1.0x", "noise");
         assert_eq!(compared(seen(20, 300), seen(30, 1)).0, -100.0);
         let text = Comparison::new(&seen(100, 1), &seen(1, 99)).text();
         assert!(text.contains(line), "{text}");

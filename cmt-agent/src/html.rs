@@ -41,7 +41,7 @@ pub fn page(
         })
         .collect();
     let table = match rows.is_empty() {
-        true => "<p>No copy with pageable memory was seen.</p>\n".to_owned(),
+        true => "<p>No copy with pageable memory was seen to compare.</p>\n".to_owned(),
         false => format!(
             "<table><thead><tr><th>copies<th><th>GB/s<th><th>median<th>calls<th>speed-up</tr></thead>\n{rows}</table>\n"
         ),

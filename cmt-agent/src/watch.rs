@@ -31,7 +31,7 @@ pub struct Slower {
 pub fn slower(comparison: &Comparison) -> Vec<Slower> {
     comparison
         .rows()
-        .filter(|row| row.staged && row.calls_before.min(row.calls_after) >= ENOUGH_CALLS)
+        .filter(|row| row.may_lose && row.calls_before.min(row.calls_after) >= ENOUGH_CALLS)
         .filter_map(|row| {
             let dtoh = match row.direction {
                 direction if direction == Direction::HtoD.name() => false,

@@ -479,7 +479,7 @@ pub(crate) enum StreamId {
 /// A number that no other thread of the process has or had; `None` where the process has no more keys.
 ///
 /// No thread-local variable: a library that was loaded late gets those from the program's `malloc`, under the loader's lock.
-/// Of a key's values glibc has the first 32 in the thread itself.
+/// Of a key's values glibc has the first 32 in the thread itself; for later keys it asks `malloc`, without that lock.
 fn thread_number() -> Option<u64> {
     static LAST: AtomicU64 = AtomicU64::new(0);
     let key = (*THREAD_NUMBERS.get()?)?;

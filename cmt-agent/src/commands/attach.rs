@@ -183,6 +183,9 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         ),
         false => error,
     };
+    if end.is_err() {
+        handed_back.clear();
+    }
     let notes = notes(args.pid, &before, &after, &handed_back, &end);
     if args.json {
         let object = Object {

@@ -316,11 +316,6 @@ pub fn standing(target: &mut Target) -> Result<Standing, InjectError> {
     })
 }
 
-/// The same of the process with this id.
-pub fn look_at(pid: u32) -> Result<Standing, InjectError> {
-    standing(&mut Target::look_at(pid)?)
-}
-
 /// How many staged copies returned an error of the driver since the process was attached.
 pub fn staged_errors(target: &mut Target) -> Result<u64, InjectError> {
     target.refresh_maps()?;

@@ -3,7 +3,7 @@
 //! Only differences are added, so that totals grow whatever becomes of a process's name or id, and every call is in them once:
 //! whether it was seen while its process lived, after its end, or in parts.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::mem;
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,6 @@ use cmt_common::event::CopyKey;
 use super::totals::Totals;
 use super::workloads;
 use crate::histogram::Stat;
-use crate::injector::{self, Standing};
 use crate::link::Link;
 use crate::trace::Process;
 use crate::trace::gain::{Gain, Means};
@@ -26,6 +25,8 @@ pub struct Ledger {
     /// Of the processes that live.
     added: BTreeMap<CopyKey, Stat>,
     interval: Interval,
+    /// Processes to which attach has nothing more to give, by the last two looks: one of them may have ended since.
+    attached: [BTreeSet<u32>; 2],
 }
 
 /// What was counted since the last estimate.
@@ -42,7 +43,14 @@ impl Ledger {
         Self {
             added: BTreeMap::new(),
             interval: Interval::begin(),
+            attached: Default::default(),
         }
+    }
+
+    /// These processes are attached to, or may be.
+    pub fn see_attached(&mut self, pids: BTreeSet<u32>) {
+        self.attached.swap(0, 1);
+        self.attached[0] = pids;
     }
 
     /// Adds what was counted since the last time.
@@ -99,6 +107,9 @@ impl Ledger {
             .or_insert_with(|| (workloads::of(key.pid, &process), 0));
         *threads = process.threads.max(*threads);
         totals.add(key, workload, &grown);
+        if self.attached.iter().any(|pids| pids.contains(&key.pid)) {
+            return;
+        }
         self.interval.rows.entry(*key).or_default().merge(&grown);
         self.interval.close_if_over(totals);
     }
@@ -119,14 +130,11 @@ impl Interval {
         }
     }
 
-    /// Adds what attach would have given back. What cannot be estimated adds nothing, nor does what is attached to.
+    /// Adds what attach would have given back. What cannot be estimated adds nothing.
     fn estimate(self, totals: &mut Totals) {
         let link = Link::best();
         let minutes = self.begun.elapsed().as_secs_f64() / 60.0;
         for (pid, (workload, threads)) in self.processes {
-            if matches!(injector::look_at(pid), Ok(Standing::Attached)) {
-                continue;
-            }
             let means = Means {
                 link: link.clone(),
                 threads,
@@ -154,6 +162,30 @@ mod tests {
             backing: 0,
             _pad: [0; 6],
         }
+    }
+
+    #[test]
+    fn what_is_attached_is_counted_but_not_estimated() {
+        let mut ledger = Ledger::new();
+        let mut totals = Totals::new(4, Duration::MAX);
+        let mut add = |ledger: &mut Ledger, count| {
+            ledger.add(
+                BTreeMap::new(),
+                row(1, count),
+                &BTreeMap::new(),
+                &mut totals,
+            );
+            let estimated = ledger.interval.rows.values().map(Stat::count).sum::<u64>();
+            (calls(&totals), estimated)
+        };
+        assert_eq!(add(&mut ledger, 10), (10, 10));
+        ledger.see_attached([1].into());
+        assert_eq!(add(&mut ledger, 15), (15, 10));
+        // It may have ended since.
+        ledger.see_attached(BTreeSet::new());
+        assert_eq!(add(&mut ledger, 18), (18, 10));
+        ledger.see_attached(BTreeSet::new());
+        assert_eq!(add(&mut ledger, 20), (20, 12));
     }
 
     /// One process with so many calls.

@@ -133,9 +133,8 @@ async fn serve(
     };
     eprintln!("listening on {scheme}://{address}");
     let counting = async {
-        let started = start(Arc::clone(&totals)).await?;
-        let attached = node::attached(&started.traced());
-        node::lock(&totals).attached = attached;
+        let mut started = start(Arc::clone(&totals)).await?;
+        started.see(node::look(started.traced()));
         put(&node, started);
         if let Some(policy) = wishes.policy {
             policy::start(policy, Arc::clone(&node), Arc::clone(&totals));
@@ -145,7 +144,7 @@ async fn serve(
             otlp::start(push, Arc::clone(&pages), Arc::clone(&totals));
         }
         log::info!("probes are in place");
-        count(&node, &totals, &pages, certificate.as_ref()).await
+        count(&node, &pages, certificate.as_ref()).await
     };
     tokio::select! {
         result = counting => result?,
@@ -185,7 +184,6 @@ async fn start(totals: Arc<Mutex<Totals>>) -> anyhow::Result<Node> {
 /// Counts for ever.
 async fn count(
     node: &Shared,
-    totals: &Arc<Mutex<Totals>>,
     pages: &Pages,
     certificate: Option<&Certificate>,
 ) -> anyhow::Result<()> {
@@ -203,12 +201,13 @@ async fn count(
         if looked.elapsed() >= LOOK_EVERY {
             looked = Instant::now();
             let shared = Arc::clone(node);
-            let attached = spawn_blocking(move || {
+            spawn_blocking(move || {
+                // Looking takes long: not with what others wait for.
                 let traced = with(&shared, |node| node.traced()).unwrap_or_default();
-                node::attached(&traced)
+                let looked = node::look(traced);
+                with(&shared, |node| node.see(looked))
             })
             .await?;
-            node::lock(totals).attached = attached;
             if let Some(certificate) = certificate {
                 certificate.renew().await;
             }

@@ -64,6 +64,16 @@ impl Node {
         self.traced.keys().copied().collect()
     }
 
+    /// Takes what [`look`] has found, and counts it; all of it or nothing.
+    pub fn see(&mut self, looked: BTreeMap<u32, Option<bool>>) {
+        let known: Option<Vec<bool>> = looked.values().copied().collect();
+        let count = |known: Vec<bool>| known.into_iter().filter(|attached| *attached).count();
+        lock(&self.totals).attached = known.map(count);
+        let attached = looked.into_iter().filter(|(_, is)| *is != Some(false));
+        self.ledger
+            .see_attached(attached.map(|(pid, _)| pid).collect());
+    }
+
     /// The processes that may be attached, each with the name of its workload.
     pub fn processes(&self) -> impl Iterator<Item = (u32, &Process, String)> {
         let named = self.traced.iter();
@@ -79,10 +89,10 @@ impl Node {
     }
 }
 
-/// How many of these processes are attached; `None` where some may not be looked at.
-pub fn attached(pids: &[u32]) -> Option<usize> {
-    let attached: Option<Vec<bool>> = pids.iter().map(|pid| status::is_attached(*pid)).collect();
-    Some(attached?.into_iter().filter(|attached| *attached).count())
+/// Whether these processes are attached; `None` of those that may not be looked at.
+pub fn look(pids: Vec<u32>) -> BTreeMap<u32, Option<bool>> {
+    let looked = pids.into_iter().map(|pid| (pid, status::is_attached(pid)));
+    looked.collect()
 }
 
 /// The totals, whoever held them last.

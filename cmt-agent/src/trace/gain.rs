@@ -12,8 +12,8 @@ use cmt_common::event::CopyKey;
 use serde::Serialize;
 
 use super::Snapshot;
+use crate::commands::status;
 use crate::histogram::Stat;
-use crate::injector::{self, Standing};
 use crate::link::Link;
 
 /// A staged copy takes this long, and its bytes at this share of what pinned ones reach: 1 MiB to 1 GiB took 0.85 to 1.0 of
@@ -72,13 +72,17 @@ impl Gain {
             snapshot.duration.as_secs_f64(),
             &means,
         );
-        match injector::look_at(pid) {
-            Ok(Standing::Attached) => Self {
-                saved_s_per_minute: None,
-                advice: "attached: cmt status shows what is staged".into(),
-                ..gain
-            },
-            _ => gain,
+        let has_ended = snapshot.processes.get(&pid).is_none_or(|it| it.ended);
+        let advice = match status::is_attached(pid) {
+            _ if has_ended => return gain,
+            Some(false) => return gain,
+            Some(true) => "attached: cmt status shows what is staged",
+            None => "no estimate: whether it is attached may not be looked at",
+        };
+        Self {
+            saved_s_per_minute: None,
+            advice: advice.into(),
+            ..gain
         }
     }
 
@@ -143,6 +147,8 @@ impl Gain {
         let per_minute = saved_ns / 1e9 / seconds.max(1e-9) * 60.0;
         let is_little = per_minute < WORTH_SHARE * 60.0;
         let paced_matter = paced_ns as f64 / 1e9 >= WORTH_SHARE * seconds;
+        let all_ns = rates[0].1.saturating_add(rates[1].1);
+        let is_mostly_paced = paced_matter && paced_ns > all_ns / 2;
         let pageable = rates.iter().any(|(bytes, _)| *bytes > 0);
         let (saved, advice) = if calls == 0 {
             (
@@ -161,7 +167,7 @@ impl Gain {
             )
         } else if paced > 0
             && means.threads > 1
-            && (staged == 0 || paced_matter && speed.is_some() && is_little)
+            && (staged == 0 || is_mostly_paced && speed.is_some() && is_little)
         {
             (
                 None,
@@ -185,11 +191,13 @@ impl Gain {
                 "no estimate: no GPU's link is known here (sysfs); cmt bench measures".into(),
             )
         } else if is_little {
-            (
-                Some(per_minute),
-                "nothing to gain: its pageable copies are as fast already, or take little time"
-                    .into(),
-            )
+            let advice = match paced_matter {
+                true => "little to gain, but where its short copies to the device come in a row",
+                false => {
+                    "nothing to gain: its pageable copies are as fast already, or take little time"
+                }
+            };
+            (Some(per_minute), advice.into())
         } else {
             let besides = match paced_matter {
                 true => ", and more where its short copies to the device come in a row",
@@ -322,9 +330,12 @@ mod tests {
             to_device(mib, &[100_000; 20]),
         );
         let slow = to_device(64 * mib, &[9_000_000; 100]);
+        let fast = to_device(64 * mib, &[1_400_000; 100]);
+        let some = to_device(mib, &[100_000; 600]);
         for (mix, saves, words) in [
             ([&many, &trickle], None, "gain only in a row"),
             ([&few, &trickle], Some(false), "take little time"),
+            ([&some, &fast], Some(false), "but where its short copies"),
             (
                 [&many, &slow],
                 Some(true),

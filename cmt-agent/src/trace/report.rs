@@ -1,6 +1,6 @@
 //! The report of a trace: the object that `--json` prints (`cmt/trace/1`) and that the text is drawn from.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use cmt_common::api::{Backing, COPY_FNS, Direction, MemoryKind};
 use cmt_common::event::CopyKey;
@@ -123,9 +123,11 @@ impl Report {
     pub fn new(snapshot: &Snapshot, pair_ns: Option<u64>) -> Self {
         let link = Link::best();
         let seconds = snapshot.duration.as_secs_f64();
+        let copied: BTreeSet<u32> = snapshot.rows.keys().map(|key| key.pid).collect();
         let mut processes: BTreeMap<u32, ProcessReport> = snapshot
             .processes
             .iter()
+            .filter(|(pid, process)| process.named || copied.contains(pid))
             .map(|(pid, process)| {
                 let report = ProcessReport {
                     pid: *pid,
@@ -142,8 +144,6 @@ impl Report {
                 process.copies.push(CopyReport::new(key, stat));
             }
         }
-        processes
-            .retain(|pid, process| !process.copies.is_empty() || snapshot.processes[pid].named);
         Self {
             schema: SCHEMA,
             duration_s: seconds,

@@ -11,7 +11,7 @@ use crate::target::Target;
 
 /// Whether it is attached to, or was.
 pub fn standing(pid: u32) -> anyhow::Result<Standing> {
-    Ok(injector::look_at(pid)?)
+    Ok(injector::standing(&mut Target::look_at(pid)?)?)
 }
 
 /// Staged copies that have failed in it; 0 where it cannot be looked at.
