@@ -347,7 +347,16 @@ fn signals_reach_the_program_and_no_other() {
     };
     let script = "trap 'echo usr1' USR1; trap 'echo int' INT; trap 'echo term; exit 3' TERM; echo ready $$\n\
                   while :; do sleep 0.05; done";
-    let mut started = Tune::shell(script).start();
+    let mut tune = Tune::shell(script);
+    // A shell cannot trap what whoever started the tests has ignored, as `&` does with SIGINT.
+    let heed = || -> std::io::Result<()> {
+        // SAFETY: between fork and exec; only this process's own signals are concerned.
+        unsafe { libc::signal(libc::SIGINT, libc::SIG_DFL) };
+        Ok(())
+    };
+    // SAFETY: the function makes one system call.
+    unsafe { tune.command.pre_exec(heed) };
+    let mut started = tune.start();
     for (signal, name) in [
         (libc::SIGUSR1, "usr1"),
         (libc::SIGINT, "int"),
