@@ -245,8 +245,13 @@ class Run(unittest.TestCase):
                 time.sleep(600)
         """,
         )
+        # Whoever started the tests may have ignored it, as a shell's `&` does.
         running = subprocess.Popen(
-            self.command("tensor_to,offload,checkpoint"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            self.command("tensor_to,offload,checkpoint"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         for _ in range(300):
             if os.path.exists(self.path("child")):
