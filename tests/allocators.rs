@@ -4,17 +4,20 @@ use std::process::Command;
 
 use cmt_tests::{Rung, Victim, attach, cycles, detach, require, require_packages};
 
-/// Two threads copy and two allocate all the time, while cmt attaches and detaches 30 times.
+/// Two threads copy and two allocate all the time.
+const STORM: [&str; 6] = [
+    "--threads",
+    "2",
+    "--bytes",
+    "64K,1M,2M",
+    "--malloc-storm",
+    "2",
+];
+
+/// A victim of that kind, while cmt attaches and detaches 30 times.
 #[track_caller]
 fn survives_a_storm(mut command: Command, allocator: &str) {
-    command.args([
-        "--threads",
-        "2",
-        "--bytes",
-        "64K,1M,2M",
-        "--malloc-storm",
-        "2",
-    ]);
+    command.args(STORM);
     let mut victim = Victim::spawn(command);
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", victim.pid)).expect("maps");
     assert!(maps.contains(allocator), "{allocator} is not in use");
@@ -57,14 +60,7 @@ fn one_of_the_programs_own() {
         return;
     };
     let mut command = Victim::command("victim-own-malloc");
-    command.args([
-        "--threads",
-        "2",
-        "--bytes",
-        "64K,1M,2M",
-        "--malloc-storm",
-        "2",
-    ]);
+    command.args(STORM);
     let victim = Victim::spawn(command);
     for _ in 0..3 {
         let attached = attach(&victim);

@@ -85,6 +85,7 @@ pub struct Row {
     /// Whether a loss may come of the attach: by waiting for its turn a copy loses that is not staged in the end.
     #[serde(skip)]
     pub may_lose: bool,
+    /// Whether a gain may come of it.
     #[serde(skip)]
     may_gain: bool,
 }

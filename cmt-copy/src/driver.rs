@@ -5,14 +5,13 @@
 #![expect(unsafe_code, reason = "calls the driver through function pointers")]
 
 use core::ffi::c_void;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use cmt_common::api::{
     COPY_FNS, CopyFn, DRIVER_FNS, Direction, DirectionFrom, DriverFn, Flavour, HOOKED, Shape,
 };
 
 use crate::rows::Memcpy2D;
+use crate::threads;
 
 /// A `CUresult`; 0 is success.
 pub(crate) type Code = i32;
@@ -133,7 +132,7 @@ impl Driver {
         originals: &[u64; HOOKED],
         driver: &[u64; DRIVER_FNS.len()],
     ) -> Result<Self, DriverError> {
-        make_thread_numbers();
+        threads::prepare();
         /// An optional or a required entry of `driver`.
         macro_rules! entry {
             (optional $which:ident) => {{
@@ -476,36 +475,6 @@ pub(crate) enum StreamId {
     Thread(u64),
 }
 
-/// A number that no other thread of the process has or had; `None` where the process has no more keys.
-///
-/// No thread-local variable: a library that was loaded late gets those from the program's `malloc`, under the loader's lock.
-/// Of a key's values glibc has the first 32 in the thread itself; for later keys it asks `malloc`, without that lock.
-fn thread_number() -> Option<u64> {
-    static LAST: AtomicU64 = AtomicU64::new(0);
-    let key = (*THREAD_NUMBERS.get()?)?;
-    // SAFETY: the key is never deleted.
-    let own = unsafe { libc::pthread_getspecific(key) } as u64;
-    if own != 0 {
-        return Some(own);
-    }
-    let number = LAST.fetch_add(1, Ordering::Relaxed) + 1;
-    // SAFETY: as above; the value is no pointer to anything.
-    let result = unsafe { libc::pthread_setspecific(key, number as *const libc::c_void) };
-    (result == 0).then_some(number)
-}
-
-/// Where [`thread_number`] keeps it.
-static THREAD_NUMBERS: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
-
-fn make_thread_numbers() {
-    THREAD_NUMBERS.get_or_init(|| {
-        let mut key = 0;
-        // SAFETY: writes the key, which has no destructor.
-        let result = unsafe { libc::pthread_key_create(&mut key, None) };
-        (result == 0).then_some(key)
-    });
-}
-
 impl Stream<'_> {
     /// False only if the driver says clearly that the stream is not capturing.
     ///
@@ -520,7 +489,7 @@ impl Stream<'_> {
     /// What tells this stream apart; `None` if the driver cannot say.
     pub(crate) fn id(self) -> Option<StreamId> {
         if self.is_the_threads_own {
-            return thread_number().map(StreamId::Thread);
+            return threads::number().map(StreamId::Thread);
         }
         let mut id = 0;
         // SAFETY: as in `may_be_capturing`.

@@ -24,6 +24,7 @@ mod rows;
 pub mod signals;
 mod staging;
 mod store;
+mod threads;
 mod workers;
 
 use std::sync::Arc;

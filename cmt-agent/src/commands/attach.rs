@@ -140,7 +140,8 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         bail!("process {} ended before it could be attached to", args.pid);
     }
     // As it is now: soon it will be attached to.
-    let before_report = Report::new(&before.seen, tracer.as_ref().and_then(Tracer::pair_ns));
+    let pair_ns = tracer.as_ref().and_then(Tracer::pair_ns);
+    let report_before = args.json.then(|| Report::new(&before.seen, pair_ns));
     let attached = match args.unguarded {
         false => keeper::attach(&target, &plan, threads)?,
         true => keeper::attach_unguarded(&target, &plan, threads)?,
@@ -171,7 +172,6 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     } else {
         Ok(End::Gone)
     };
-    let pair_ns = tracer.as_ref().and_then(Tracer::pair_ns);
     drop(tracer);
 
     // What cannot be told of does not undo what was done.
@@ -187,7 +187,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         handed_back.clear();
     }
     let notes = notes(args.pid, &before, &after, &handed_back, &end);
-    if args.json {
+    if let Some(report_before) = report_before {
         let object = Object {
             schema: "cmt/attach/1",
             pid: args.pid,
@@ -202,7 +202,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             hijack_us: attached.held.as_micros() as u64,
             commit_pause_us: attached.commit.pause.as_micros() as u64,
             commit_threads: attached.commit.threads,
-            before: before_report,
+            before: report_before,
             after: Report::new(&after.seen, pair_ns),
             compare: comparison.rows().collect(),
             handed_back: handed_back.iter().map(HandedBack::of).collect(),

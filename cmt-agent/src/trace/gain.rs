@@ -72,9 +72,10 @@ impl Gain {
             snapshot.duration.as_secs_f64(),
             &means,
         );
-        let has_ended = snapshot.processes.get(&pid).is_none_or(|it| it.ended);
+        if snapshot.processes.get(&pid).is_none_or(|it| it.ended) {
+            return gain;
+        }
         let advice = match status::is_attached(pid) {
-            _ if has_ended => return gain,
             Some(false) => return gain,
             Some(true) => "attached: cmt status shows what is staged",
             None => "no estimate: whether it is attached may not be looked at",
