@@ -332,7 +332,7 @@ pub enum PassReason {
     Sampled,
     /// Stock was faster with its size class a while ago.
     Slower,
-    /// Short, to the device, and not soon after others: nothing is gained by staging it.
+    /// Short, and not soon after others: nothing is gained by staging it.
     Alone,
 }
 

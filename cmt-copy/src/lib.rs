@@ -130,8 +130,8 @@ impl Engine {
     }
 
     /// The same engine with a guard: some calls pass as [`PassReason::Sampled`], and the caller says by
-    /// [`Engine::note_stock`] how long they took; size classes that lose pass, and so do short copies to the device that come
-    /// one at a time. Of calls that are paced the caller says by [`note_paced`] that the original has returned.
+    /// [`Engine::note_stock`] how long they took; size classes that lose pass, and so do short copies that come one at a
+    /// time. Of calls that are paced the caller says by [`note_paced`] that the original has returned.
     pub fn guarded(self) -> Self {
         Self {
             guard: Some(Guard::new()),
@@ -257,7 +257,7 @@ impl Engine {
             told.is_timed = true;
         }
         if told.is_paced && matches!(told.outcome, Outcome::Staged(_)) {
-            pace::ended();
+            pace::ended(told.to_host);
         }
         told
     }
@@ -272,8 +272,8 @@ impl Engine {
         if self.stopped.load(Ordering::Relaxed) {
             return Err(PassReason::Disabled);
         }
-        if wish.direction == Direction::HtoD {
-            self.check_pace(wish, told)?;
+        if wish.direction != Direction::Unknown {
+            self.check_pace(wish.direction == Direction::DtoH, wish.bytes, told)?;
         }
         let function = wish.function;
         let context = self
@@ -292,12 +292,11 @@ impl Engine {
         let sides = classify::sides(&self.driver, wish.direction, wish.dst, wish.src, is_async);
         // Whoever copies pinned memory in a row is asked once in a while only.
         if told.is_paced && matches!(sides, Err(PassReason::NotPageable)) {
-            pace::forget();
+            pace::forget(told.to_host);
         }
         let sides = sides?;
-        told.to_host = sides.to_host;
-        if wish.direction == Direction::Unknown && !sides.to_host {
-            self.check_pace(wish, told)?;
+        if wish.direction == Direction::Unknown {
+            self.check_pace(sides.to_host, wish.bytes, told)?;
         }
         let mut row = self
             .plan
@@ -373,10 +372,11 @@ impl Engine {
         Ok((copy, timed_from))
     }
 
-    /// Passes a copy to the device that is short and comes alone, where there is a guard.
-    fn check_pace(&self, wish: &Wish, told: &mut Told) -> Result<(), PassReason> {
-        told.is_paced = self.guard.is_some() && is_paced(false, wish.bytes);
-        match told.is_paced && !pace::begins(wish.bytes) {
+    /// Tells the direction, and passes a copy that is short and comes alone, where there is a guard.
+    fn check_pace(&self, to_host: bool, bytes: u64, told: &mut Told) -> Result<(), PassReason> {
+        told.to_host = to_host;
+        told.is_paced = self.guard.is_some() && is_paced(to_host, bytes);
+        match told.is_paced && !pace::begins(to_host, bytes) {
             true => Err(PassReason::Alone),
             false => Ok(()),
         }
@@ -460,12 +460,12 @@ impl Wish {
 
 /// Whether a guarded engine stages copies of this kind only where they come in a row.
 pub fn is_paced(to_host: bool, bytes: u64) -> bool {
-    !to_host && pace::is_short(bytes)
+    pace::is_short(to_host, bytes)
 }
 
-/// The original function has returned on this thread, for a call that is paced ([`Told::is_paced`]).
-pub fn note_paced() {
-    pace::ended();
+/// The original function has returned on this thread, for a call in this direction that is paced ([`Told::is_paced`]).
+pub fn note_paced(to_host: bool) {
+    pace::ended(to_host);
 }
 
 /// The hooked function at a position of `COPY_FNS`.

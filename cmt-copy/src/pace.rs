@@ -1,8 +1,8 @@
-//! Whether a thread's short copies to the device follow one another so fast that staging them pays.
+//! Whether a thread's short copies in one direction follow one another so fast that staging them pays.
 //!
 //! Staging a short copy loses where helpers must be woken first while the caller has the bytes in its cache, above all bytes
 //! of new memory (`docs/benchmarks.md`). Who begins a copy sooner than it could have come by new bytes since the last one has
-//! none, and mostly finds helpers awake.
+//! none, and mostly finds helpers awake. The shortest copies to the host lose where they follow soon after one by stock.
 
 #![expect(unsafe_code, reason = "asks libc for the time and for the thread")]
 
@@ -11,27 +11,27 @@ use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use crate::protocol::Line;
 
-/// Longer copies need no pace.
-const SHORT_BELOW_BYTES: u64 = 2 << 20;
+/// Longer copies need no pace: HtoD, DtoH.
+const SHORT_BELOW_BYTES: [u64; 2] = [2 << 20, 128 << 10];
 /// About as fast as one thread comes by new bytes. Where it has written them faster, in place, staged copies win all the same.
 const WRITTEN_BYTES_A_NANOSECOND: u64 = 8;
-/// A copy that follows at once finds the link busy, which hides how long helpers take to wake.
+/// A copy to the device that follows at once finds the link busy, which hides how long helpers take to wake.
 const AT_ONCE_NS: u64 = 3_000;
 /// Of others so many go to stock first: a few in a row are over before waking helpers for them has paid.
 const FIRST: i32 = 4;
 /// So many more where it was found that they cannot be staged, since that is not found for nothing.
 const PAUSE: i32 = 16;
-/// Threads that have a place of their own, if no two meet in one.
+/// Threads that have a place of their own in a direction, if no two meet in one.
 const PLACES: usize = 512;
 
-/// By thread. No thread-local variable: a library that was loaded late gets those from the program's `malloc`, under the
+/// By thread and direction. No thread-local variable: a library that was loaded late gets those from the program's `malloc`, under the
 /// loader's lock.
 static PACES: [Line<Pace>; PLACES] = [const { Line(Pace::new()) }; PLACES];
 
 struct Pace {
-    /// Whose it is. Of two threads that meet here neither keeps its pace.
+    /// Whose it is ([`own`]). Of two threads that meet here neither keeps its pace.
     thread: AtomicU64,
-    /// When its last short copy to the device returned, in nanoseconds of the monotonic clock.
+    /// When its last short copy returned, in nanoseconds of the monotonic clock.
     ended_ns: AtomicU64,
     /// Copies since one that came late, or less than none.
     in_a_row: AtomicI32,
@@ -46,7 +46,7 @@ impl Pace {
         }
     }
 
-    fn begins(&self, thread: u64, bytes: u64, now_ns: u64) -> bool {
+    fn begins(&self, thread: u64, to_host: bool, bytes: u64, now_ns: u64) -> bool {
         let gap = now_ns.saturating_sub(self.ended_ns.load(Ordering::Relaxed));
         let is_own = self.thread.load(Ordering::Relaxed) == thread;
         // A clock that cannot be read says 0.
@@ -57,7 +57,8 @@ impl Pace {
             false => before.min(0),
         };
         self.in_a_row.store(in_a_row, Ordering::Relaxed);
-        is_soon && (in_a_row >= FIRST || in_a_row > 0 && gap <= AT_ONCE_NS)
+        let is_at_once = !to_host && gap <= AT_ONCE_NS;
+        is_soon && (in_a_row >= FIRST || in_a_row > 0 && is_at_once)
     }
 
     fn ended(&self, thread: u64, now_ns: u64) {
@@ -66,31 +67,31 @@ impl Pace {
     }
 }
 
-pub(crate) fn is_short(bytes: u64) -> bool {
-    bytes < SHORT_BELOW_BYTES
+pub(crate) fn is_short(to_host: bool, bytes: u64) -> bool {
+    bytes < SHORT_BELOW_BYTES[usize::from(to_host)]
 }
 
-/// This thread begins a short copy to the device; whether it keeps pace with those before it.
-pub(crate) fn begins(bytes: u64) -> bool {
-    let (thread, pace) = own();
-    pace.begins(thread, bytes, now_ns())
+/// This thread begins a short copy; whether it keeps pace with those before it.
+pub(crate) fn begins(to_host: bool, bytes: u64) -> bool {
+    let (thread, pace) = own(to_host);
+    pace.begins(thread, to_host, bytes, now_ns())
 }
 
 /// It has returned, staged or not.
-pub(crate) fn ended() {
-    let (thread, pace) = own();
+pub(crate) fn ended(to_host: bool) {
+    let (thread, pace) = own(to_host);
     pace.ended(thread, now_ns());
 }
 
 /// It was none that could be staged: nobody asks about the next ones.
-pub(crate) fn forget() {
-    own().1.in_a_row.store(-PAUSE, Ordering::Relaxed);
+pub(crate) fn forget(to_host: bool) {
+    own(to_host).1.in_a_row.store(-PAUSE, Ordering::Relaxed);
 }
 
-/// This thread's number and place.
-fn own() -> (u64, &'static Pace) {
+/// This thread's number, an even one, or in the other direction the next, and its place.
+fn own(to_host: bool) -> (u64, &'static Pace) {
     // SAFETY: takes nothing, and cannot fail.
-    let thread = unsafe { libc::pthread_self() } as u64;
+    let thread = unsafe { libc::pthread_self() } as u64 | u64::from(to_host);
     (thread, &PACES[place(thread)].0)
 }
 
@@ -125,7 +126,7 @@ mod tests {
         let mut now_ns = 1_000_000_000;
         let mut next = |thread, bytes: u64, gap_us: u64| {
             now_ns += 1000 * gap_us;
-            let is_staged = pace.begins(thread, bytes, now_ns);
+            let is_staged = pace.begins(thread, false, bytes, now_ns);
             now_ns += 60_000;
             pace.ended(thread, now_ns);
             is_staged
@@ -153,12 +154,12 @@ mod tests {
     #[test]
     fn what_cannot_be_staged_is_asked_about_seldom() {
         let (now_ns, mib) = (1000, 1 << 20);
-        let (thread, pace) = own();
+        let (thread, pace) = own(false);
         pace.ended(thread, now_ns);
         let asked = (0..170).filter(|_| {
-            let is_asked = pace.begins(thread, mib, now_ns);
+            let is_asked = pace.begins(thread, false, mib, now_ns);
             if is_asked {
-                forget();
+                forget(false);
             }
             is_asked
         });
@@ -182,8 +183,8 @@ mod tests {
     fn a_clock_that_goes_backwards_harms_nothing() {
         let pace = Pace::new();
         pace.ended(1, 1000);
-        assert!(pace.begins(1, 1 << 20, 1));
-        assert!(!pace.begins(1, 1 << 20, 0), "cannot be read");
-        assert!(!pace.begins(1, 1 << 20, u64::MAX));
+        assert!(pace.begins(1, false, 1 << 20, 1));
+        assert!(!pace.begins(1, false, 1 << 20, 0), "cannot be read");
+        assert!(!pace.begins(1, false, 1 << 20, u64::MAX));
     }
 }

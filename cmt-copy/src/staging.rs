@@ -44,6 +44,8 @@ const ASK_WHAT_CAME_BEFORE_EVERY: Duration = Duration::from_micros(10);
 const SHARED_WINDOW_BYTES: u64 = 16 << 20;
 /// Shorter copies are over before a sleeping helper is awake.
 const WAKE_FROM_BYTES: u64 = 128 << 10;
+/// So many are woken for a shorter one while its first bytes are on their way to the host, when it costs the caller nothing.
+const WAKE_EARLY: u32 = 4;
 /// Longer ones wake all helpers at once.
 const WAKE_ALL_FROM_BYTES: u64 = 2 << 20;
 
@@ -293,6 +295,9 @@ impl Copy<'_> {
                 // SAFETY: nothing in flight and no slice that is still to be copied out lies in this part of the ring.
                 unsafe { self.enqueue(start, asked, slot_end, false)? };
                 self.held.announce(self.driver, self.stream)?;
+                if asked == 0 {
+                    self.wake(WAKE_EARLY);
+                }
                 asked = slot_end;
                 slot_end = slots.end_of_slot_at(asked, self.room(start + asked * slice));
                 patience.reset();
@@ -363,12 +368,17 @@ impl Copy<'_> {
     /// Slices below `slices` may be moved.
     fn offer(&self, board: &Board, slices: u64) {
         board.offer(slices);
-        if self.row.threads > 1 && self.bytes >= WAKE_FROM_BYTES {
-            let most = if self.bytes < WAKE_ALL_FROM_BYTES {
-                1
-            } else {
-                u32::MAX
-            };
+        self.wake(1);
+    }
+
+    /// Wakes helpers that sleep, for a short copy `most` of them.
+    fn wake(&self, most: u32) {
+        let most = match self.bytes {
+            ..WAKE_FROM_BYTES => return,
+            WAKE_FROM_BYTES..WAKE_ALL_FROM_BYTES => most,
+            WAKE_ALL_FROM_BYTES.. => u32::MAX,
+        };
+        if self.row.threads > 1 {
             self.lanes.crew.wake_for(self.row.threads - 1, most);
         }
     }

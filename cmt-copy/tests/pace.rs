@@ -1,4 +1,4 @@
-//! Short copies to the device: those that come one at a time are stock's, those in a row are staged.
+//! Short copies: those that come one at a time are stock's, those in a row are staged.
 #![expect(unsafe_code, reason = "the mock driver moves bytes between addresses")]
 
 mod mock;
@@ -15,7 +15,7 @@ const ALONE: Outcome = Outcome::Pass(PassReason::Alone);
 const SAMPLED: Outcome = Outcome::Pass(PassReason::Sampled);
 const MIB: usize = 1 << 20;
 
-/// Host and device memory of so many bytes, and a guarded engine that would stage all of it.
+/// A guarded engine that would stage all of it, and host and device memory of so many bytes.
 fn rig(context: &Context, bytes: usize) -> (Engine, Memory, Memory) {
     let row = mock::one_row(1 << 20, 64 << 10, 4 << 20, 2, 0);
     (
@@ -28,11 +28,12 @@ fn rig(context: &Context, bytes: usize) -> (Engine, Memory, Memory) {
 /// As a hook does it.
 fn copy(engine: &Engine, function: usize, to: u64, from: u64, bytes: usize) -> Outcome {
     let outcome = mock::call(engine, function, to, from, bytes, 0);
+    let to_host = function == mock::DTOH;
     if outcome == SAMPLED {
-        engine.note_stock(false, bytes, Duration::from_millis(1));
+        engine.note_stock(to_host, bytes, Duration::from_millis(1));
     }
     if outcome != STAGED {
-        cmt_copy::note_paced();
+        cmt_copy::note_paced(to_host);
     }
     outcome
 }
@@ -40,19 +41,26 @@ fn copy(engine: &Engine, function: usize, to: u64, from: u64, bytes: usize) -> O
 #[test]
 fn in_a_row_they_are_staged_and_after_a_pause_none_is() {
     let context = Context::new();
-    // By a function that says where it copies to, and by one that leaves it to the addresses.
-    for function in [mock::HTOD, mock::ANY] {
-        let (engine, mut host, mut device) = rig(&context, MIB);
-        let (from, to) = (host.address(), device.address());
+    // By functions that say where they copy to, and by one that leaves it to the addresses.
+    for (function, bytes) in [(mock::HTOD, MIB), (mock::ANY, MIB), (mock::DTOH, 64 << 10)] {
+        let (engine, mut host, mut device) = rig(&context, bytes);
+        let (mut from, mut to) = (host.address(), device.address());
+        if function == mock::DTOH {
+            (from, to) = (to, from);
+        }
         within_30_s(|| {
             context.make_current();
-            assert_eq!(copy(&engine, function, to, from, MIB), ALONE, "the first");
+            assert_eq!(copy(&engine, function, to, from, bytes), ALONE, "the first");
             // The scheduler may come between two of them.
-            while copy(&engine, function, to, from, MIB) != STAGED {}
+            while copy(&engine, function, to, from, bytes) != STAGED {}
             thread::sleep(Duration::from_millis(1));
-            assert_eq!(copy(&engine, function, to, from, MIB), ALONE);
+            assert_eq!(copy(&engine, function, to, from, bytes), ALONE);
         });
-        assert_eq!(device.wrong(7), None);
+        let (copied, seed) = match function {
+            mock::DTOH => (&host, 0),
+            _ => (&device, 7),
+        };
+        assert_eq!(copied.wrong(seed), None);
         engine.shutdown();
     }
 }
@@ -117,7 +125,7 @@ fn short_rectangles_need_a_pace_too() {
 }
 
 #[test]
-fn longer_ones_and_those_to_the_host_need_no_pace() {
+fn longer_ones_need_no_pace() {
     let context = Context::new();
     let (engine, mut host, mut device) = rig(&context, 2 * MIB);
     let (host, device) = (host.address(), device.address());
@@ -125,8 +133,8 @@ fn longer_ones_and_those_to_the_host_need_no_pace() {
         context.make_current();
         for (function, to, from, bytes) in [
             (mock::HTOD, device, host, 2 * MIB),
-            (mock::DTOH, host, device, 64 << 10),
-            (mock::ANY, host, device, 64 << 10),
+            (mock::DTOH, host, device, 128 << 10),
+            (mock::ANY, host, device, 128 << 10),
         ] {
             let outcomes = [(); 4].map(|()| {
                 thread::sleep(Duration::from_millis(1));

@@ -80,7 +80,9 @@ enum Original {
         bytes: usize,
     },
     /// The engine is to know when it has returned.
-    Paced,
+    Paced {
+        to_host: bool,
+    },
 }
 
 impl Original {
@@ -88,9 +90,9 @@ impl Original {
     fn call(self, original: impl FnOnce() -> i32) -> i32 {
         let (to_host, bytes) = match self {
             Self::Plain => return original(),
-            Self::Paced => {
+            Self::Paced { to_host } => {
                 let code = original();
-                cmt_copy::note_paced();
+                cmt_copy::note_paced(to_host);
                 return code;
             }
             Self::Timed { to_host, bytes } => (to_host, bytes),
@@ -112,7 +114,7 @@ impl Original {
         }
         IN_FLIGHT.0.fetch_sub(1, Ordering::Release);
         if cmt_copy::is_paced(to_host, bytes as u64) {
-            cmt_copy::note_paced();
+            cmt_copy::note_paced(to_host);
         }
         code
     }
@@ -305,7 +307,7 @@ fn ask_enabled(
             Err(Original::Timed { to_host, bytes })
         }
         Outcome::Pass(reason) if told.is_paced => {
-            pass(control, reason).map_err(|_| Original::Paced)
+            pass(control, reason).map_err(|_| Original::Paced { to_host })
         }
         Outcome::Pass(reason) => pass(control, reason),
     }

@@ -172,7 +172,7 @@ impl Gain {
         {
             (
                 None,
-                "no estimate: its copies to the device are short, and gain only in a row; cmt attach shows it"
+                "no estimate: its copies are short, and gain only in a row; cmt attach shows it"
                     .into(),
             )
         } else if staged == 0 && means.threads > 1 {
@@ -193,7 +193,7 @@ impl Gain {
             )
         } else if is_little {
             let advice = match paced_matter {
-                true => "little to gain, but where its short copies to the device come in a row",
+                true => "little to gain, but where its short copies come in a row",
                 false => {
                     "nothing to gain: its pageable copies are as fast already, or take little time"
                 }
@@ -201,7 +201,7 @@ impl Gain {
             (Some(per_minute), advice.into())
         } else {
             let besides = match paced_matter {
-                true => ", and more where its short copies to the device come in a row",
+                true => ", and more where its short copies come in a row",
                 false => "",
             };
             (
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn short_copies_to_the_device_that_take_time_are_named() {
+    fn short_copies_that_take_time_are_named() {
         let mib = 1 << 20;
         let to_device = |bytes, latencies: &[u64]| {
             copies(Direction::HtoD, MemoryKind::Pageable, bytes, latencies)
@@ -323,7 +323,7 @@ mod tests {
         let trickle = copies(
             Direction::DtoH,
             MemoryKind::Pageable,
-            64 << 10,
+            128 << 10,
             &[60_000; 4],
         );
         let (many, few) = (

@@ -31,7 +31,7 @@ impl Cell {
             return;
         };
         let gbps = |series: &Series| self.key.1 as f64 / series.median();
-        // Of short copies to the device only those are staged that come in a row, which new memory seldom does.
+        // Of short copies only those are staged that come in a row, which new memory seldom does.
         let is_paced = cmt_copy::is_paced(self.key.0 == Direction::DtoH, self.key.1);
         let loses_fresh = !is_paced && fresh_stock.beats(fresh, margin);
         let found_wins = !loses_fresh && found.beats(stock, margin);

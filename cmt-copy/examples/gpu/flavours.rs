@@ -34,13 +34,13 @@ const SPIN_NS: u64 = 200_000;
 const BYTES: usize = 1 << 30;
 const COPIES: (usize, usize) = (5, 61);
 
-struct Spin<'a> {
-    gpu: &'a Gpu,
+pub struct Spin<'a> {
+    pub gpu: &'a Gpu,
     kernel: usize,
 }
 
 impl<'a> Spin<'a> {
-    fn load(gpu: &'a Gpu) -> Self {
+    pub fn load(gpu: &'a Gpu) -> Self {
         let (mut module, mut kernel) = (0usize, 0usize);
         let out = &raw mut module;
         let loaded =
@@ -53,8 +53,7 @@ impl<'a> Spin<'a> {
         Self { gpu, kernel }
     }
 
-    fn launch(&self, stream: usize) {
-        let mut ns = SPIN_NS;
+    pub fn launch(&self, stream: usize, mut ns: u64) {
         let mut parameters: [*mut c_void; 1] = [(&raw mut ns).cast()];
         let parameters = parameters.as_mut_ptr();
         let launched = cuda!(self.gpu.library, "cuLaunchKernel", self.kernel => usize,
@@ -79,7 +78,7 @@ pub fn print(gpu: &Gpu, cpus: u32, largest: usize, buffers: [*mut u8; 2]) {
     let spin = Spin::load(gpu);
     let mut least: Option<(f64, String)> = None;
     for to_host in [false, true] {
-        for shift in [16, 18, 20, 22, 24, 26, 28] {
+        for shift in [16, 17, 18, 20, 22, 24, 26, 28] {
             let bytes = 1usize << shift;
             let function = if to_host { DTOH } else { HTOD };
             if bytes > largest || !engine.is_staged(function, bytes as u64) {
@@ -144,7 +143,7 @@ fn in_turns(
                 unsafe { host.copy_from_nonoverlapping(buffers[0], kind.bytes) };
             }
             if kind.is_busy {
-                spin.launch(if kind.is_async { gpu.stream } else { 0 });
+                spin.launch(if kind.is_async { gpu.stream } else { 0 }, SPIN_NS);
             }
             let start = Instant::now();
             copy(gpu, (who == 1).then_some(engine), kind, host);

@@ -52,6 +52,6 @@ pub fn note_passed(engine: &Engine, reason: PassReason, request: &Request, began
         engine.note_stock(to_host, request.bytes, began.elapsed());
     }
     if cmt_copy::is_paced(to_host, request.bytes as u64) {
-        cmt_copy::note_paced();
+        cmt_copy::note_paced(to_host);
     }
 }
