@@ -65,7 +65,7 @@ pub fn estimate(cpus: u32) -> Plan {
         stock(LEAST_TO_HOST_BYTES),
         row(128 * KIB - 1, 1, 256 * KIB, 32 * KIB, 4 * MIB, plain),
         row(256 * KIB - 1, 4, 256 * KIB, 32 * KIB, 4 * MIB, plain),
-        row(512 * KIB, 10, 256 * KIB, 32 * KIB, 16 * MIB, plain),
+        row(512 * KIB, 10, 256 * KIB, 32 * KIB, 16 * MIB, streaming),
         row(2 * MIB, 10, 512 * KIB, 16 * KIB, 16 * MIB, plain),
         row(8 * MIB, 10, MIB, 32 * KIB, 32 * MIB, plain),
         row(32 * MIB, 12, 2 * MIB, 64 * KIB, RING_MAX_BYTES, plain),
