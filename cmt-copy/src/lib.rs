@@ -302,6 +302,9 @@ impl Engine {
             .plan
             .row(sides.to_host, wish.bytes)
             .ok_or(PassReason::BelowCutOver)?;
+        if wish.bytes < staging::HELPED_FROM_BYTES {
+            row.threads = 1;
+        }
         let (mut rows, mut bytes) = (None, wish.bytes);
         if let Some(rectangle) = &wish.rectangle {
             let lie = rectangle.rows(sides.to_host);

@@ -21,15 +21,15 @@ const AT_ONCE_NS: u64 = 3_000;
 const FIRST: i32 = 4;
 /// So many more where it was found that they cannot be staged, since that is not found for nothing.
 const PAUSE: i32 = 16;
-/// Threads that have a place of their own in a direction, if no two meet in one.
+/// Threads that have a place of their own, if no two meet in one.
 const PLACES: usize = 512;
 
-/// By thread and direction. No thread-local variable: a library that was loaded late gets those from the program's `malloc`, under the
-/// loader's lock.
-static PACES: [Line<Pace>; PLACES] = [const { Line(Pace::new()) }; PLACES];
+/// By direction and thread. No thread-local variable: a library that was loaded late gets those from the program's `malloc`,
+/// under the loader's lock.
+static PACES: [[Line<Pace>; PLACES]; 2] = [const { [const { Line(Pace::new()) }; PLACES] }; 2];
 
 struct Pace {
-    /// Whose it is ([`own`]). Of two threads that meet here neither keeps its pace.
+    /// Whose it is. Of two threads that meet here neither keeps its pace.
     thread: AtomicU64,
     /// When its last short copy returned, in nanoseconds of the monotonic clock.
     ended_ns: AtomicU64,
@@ -88,11 +88,11 @@ pub(crate) fn forget(to_host: bool) {
     own(to_host).1.in_a_row.store(-PAUSE, Ordering::Relaxed);
 }
 
-/// This thread's number, an even one, or in the other direction the next, and its place.
+/// This thread's number, and its place for a direction.
 fn own(to_host: bool) -> (u64, &'static Pace) {
     // SAFETY: takes nothing, and cannot fail.
-    let thread = unsafe { libc::pthread_self() } as u64 | u64::from(to_host);
-    (thread, &PACES[place(thread)].0)
+    let thread = unsafe { libc::pthread_self() } as u64;
+    (thread, &PACES[usize::from(to_host)][place(thread)].0)
 }
 
 /// Stacks lie at even distances, so all bits are mixed (MurmurHash3's finalizer).
@@ -149,6 +149,20 @@ mod tests {
             assert!(!next(2, mib, 0));
             assert!(!next(1, mib, 0));
         }
+    }
+
+    #[test]
+    fn to_the_host_nothing_is_gained_by_following_at_once() {
+        let pace = Pace::new();
+        let begins = |now_ns, to_host| {
+            let is_staged = pace.begins(1, to_host, 64 << 10, now_ns);
+            pace.ended(1, now_ns);
+            is_staged
+        };
+        let staged: Vec<bool> = (1..=6).map(|now_us| begins(1000 * now_us, true)).collect();
+        assert_eq!(staged, [false, false, false, false, true, true]);
+        assert!(!begins(1_000_000, true) && !begins(1_001_000, true));
+        assert!(begins(1_002_000, false));
     }
 
     #[test]

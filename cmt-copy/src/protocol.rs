@@ -191,14 +191,17 @@ impl Board {
     /// Anyone: whether a slice could be taken and the copy has fewer helpers than it wants. Writes nothing, so helpers that
     /// are not wanted cost those at work little.
     pub(crate) fn wants_helper(&self) -> bool {
-        let (_, _, wanted) = &self.limit.0;
-        self.is_ready() && self.helping.0.load(Ordering::Relaxed) < wanted.load(Ordering::Relaxed)
+        self.is_ready() && self.helping.0.load(Ordering::Relaxed) < self.wanted()
+    }
+
+    /// Anyone: how many helpers this copy wants.
+    pub(crate) fn wanted(&self) -> u32 {
+        self.limit.0.2.load(Ordering::Relaxed)
     }
 
     /// Helper: whether this copy wants one more helper; if so, [`Board::leave`] must follow.
     pub(crate) fn join(&self) -> bool {
-        let (wanted, helping) = (&self.limit.0.2, &self.helping.0);
-        if helping.fetch_add(1, Ordering::Relaxed) < wanted.load(Ordering::Relaxed) {
+        if self.helping.0.fetch_add(1, Ordering::Relaxed) < self.wanted() {
             return true;
         }
         self.leave();

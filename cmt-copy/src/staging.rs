@@ -42,9 +42,11 @@ const ASK_WHAT_CAME_BEFORE_EVERY: Duration = Duration::from_micros(10);
 /// What one of several copies has in flight at most, whatever its plan says: the link serves what it was given in turn, so who had
 /// more in flight would get more of it.
 const SHARED_WINDOW_BYTES: u64 = 16 << 20;
-/// Shorter copies are over before a sleeping helper is awake.
-const WAKE_FROM_BYTES: u64 = 128 << 10;
-/// So many are woken for a shorter one while its first bytes are on their way to the host, when it costs the caller nothing.
+/// Shorter copies are made by the caller alone: they are over before a sleeping helper is awake, and what another CPU has written
+/// costs the caller more than its help saves.
+pub(crate) const HELPED_FROM_BYTES: u64 = 128 << 10;
+/// So many helpers are woken for a shorter copy than those below while its first bytes are on their way to the host, when the caller
+/// would only wait.
 const WAKE_EARLY: u32 = 4;
 /// Longer ones wake all helpers at once.
 const WAKE_ALL_FROM_BYTES: u64 = 2 << 20;
@@ -277,6 +279,7 @@ impl Copy<'_> {
         let mut slot_end = slots.end_of_slot_at(0, self.room(start));
         let (mut offered, mut done, mut asked) = (0, 0, 0);
         let mut patience = Patience::default();
+        let mut may_wake_early = self.may_wake_early();
         while done < total {
             self.held.reap(self.driver);
             let arrived = self.held.arrived;
@@ -295,13 +298,13 @@ impl Copy<'_> {
                 // SAFETY: nothing in flight and no slice that is still to be copied out lies in this part of the ring.
                 unsafe { self.enqueue(start, asked, slot_end, false)? };
                 self.held.announce(self.driver, self.stream)?;
-                if asked == 0 {
-                    self.wake(WAKE_EARLY);
-                }
                 asked = slot_end;
                 slot_end = slots.end_of_slot_at(asked, self.room(start + asked * slice));
                 patience.reset();
                 continue;
+            }
+            if core::mem::take(&mut may_wake_early) && offered == 0 {
+                self.wake(WAKE_EARLY);
             }
             if board.work() {
                 patience.reset();
@@ -311,6 +314,13 @@ impl Copy<'_> {
             self.ask(&mut patience, waited)?;
         }
         Ok(())
+    }
+
+    /// Whether helpers sleep, and nothing on the stream would keep those waiting that are woken now.
+    fn may_wake_early(&self) -> bool {
+        self.row.threads > 1
+            && self.lanes.crew.has_sleepers()
+            && self.stream.query(self.driver) == code::SUCCESS
     }
 
     /// Has every huge page of the destination brought in by one thread each: helpers that met in one page while they copy
@@ -373,12 +383,11 @@ impl Copy<'_> {
 
     /// Wakes helpers that sleep, for a short copy `most` of them.
     fn wake(&self, most: u32) {
-        let most = match self.bytes {
-            ..WAKE_FROM_BYTES => return,
-            WAKE_FROM_BYTES..WAKE_ALL_FROM_BYTES => most,
-            WAKE_ALL_FROM_BYTES.. => u32::MAX,
-        };
         if self.row.threads > 1 {
+            let most = match self.bytes < WAKE_ALL_FROM_BYTES {
+                true => most,
+                false => u32::MAX,
+            };
             self.lanes.crew.wake_for(self.row.threads - 1, most);
         }
     }

@@ -1,8 +1,8 @@
 //! The helper threads: they move slices and make no CUDA call.
 //!
 //! They start with the first staged copy, spin for a moment when there is nothing to do, then sleep on a futex. A short
-//! copy wakes one, and each that wakes and finds more wakes two more, so the caller pays little; a long copy, which pays for
-//! every helper that comes late, wakes all that it wants at once.
+//! copy wakes one, or a few while its first bytes are on their way, and each that wakes and finds more wakes two more, so the
+//! caller pays little; a long copy, which pays for every helper that comes late, wakes all that it wants at once.
 #![expect(unsafe_code, reason = "threads, signal masks and futexes by libc")]
 
 use core::ffi::{CStr, c_void};
@@ -151,9 +151,18 @@ impl Crew {
         }
     }
 
+    /// Whether there are helpers to wake.
+    pub(crate) fn has_sleepers(&self) -> bool {
+        self.sleepers.0.load(Ordering::Relaxed) > 0
+    }
+
+    /// Those woken sleep no longer from now on, though they may run later.
     fn wake(&self, count: i32) {
         self.epoch.fetch_add(1, Ordering::Release);
-        futex(&self.epoch, libc::FUTEX_WAKE, count);
+        let woken = futex(&self.epoch, libc::FUTEX_WAKE, count);
+        self.sleepers
+            .0
+            .fetch_sub(woken.max(0) as u32, Ordering::Relaxed);
     }
 
     /// Sleeps until there may be work.
@@ -161,11 +170,13 @@ impl Crew {
         self.sleepers.0.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let epoch = self.epoch.load(Ordering::Acquire);
-        if !self.stop.load(Ordering::Relaxed) && !lanes.any_wants_helper() {
-            // The kernel compares; a wake since the load above ends it at once. Spurious returns are harmless.
-            futex(&self.epoch, libc::FUTEX_WAIT, epoch.cast_signed());
+        // The kernel compares; a wake since the load above ends it at once. It returns 0 to those that `wake` has counted.
+        let was_woken = !self.stop.load(Ordering::Relaxed)
+            && !lanes.any_wants_helper()
+            && futex(&self.epoch, libc::FUTEX_WAIT, epoch.cast_signed()) == 0;
+        if !was_woken {
+            self.sleepers.0.fetch_sub(1, Ordering::Relaxed);
         }
-        self.sleepers.0.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Sees to it that `wanted` helpers live, as far as they can be had. Never waits for another thread.
@@ -276,11 +287,8 @@ impl Lanes {
             if !lane.board.join() {
                 continue;
             }
-            if core::mem::take(woken)
-                && lane.board.wants_helper()
-                && self.crew.sleepers.0.load(Ordering::Relaxed) > 0
-            {
-                self.crew.wake(2);
+            if core::mem::take(woken) && lane.board.wants_helper() {
+                self.crew.wake_for(lane.board.wanted(), 2);
             }
             let mut worked = false;
             while lane.board.work() {
@@ -387,8 +395,8 @@ pub(crate) fn available_cpus() -> u32 {
     })
 }
 
-/// `futex(2)` on a word of this process, without a timeout.
-fn futex(word: &AtomicU32, operation: i32, value: i32) {
+/// `futex(2)` on a word of this process, without a timeout. Negative where it failed.
+fn futex(word: &AtomicU32, operation: i32, value: i32) -> libc::c_long {
     // SAFETY: the word lives through the call; no timeout, no second word.
     unsafe {
         libc::syscall(
@@ -397,7 +405,7 @@ fn futex(word: &AtomicU32, operation: i32, value: i32) {
             operation | libc::FUTEX_PRIVATE_FLAG,
             value,
             null::<libc::timespec>(),
-        );
+        )
     }
 }
 

@@ -7,13 +7,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use cmt_copy::{Engine, Memcpy2D, Outcome, PassReason, Side2D};
+use cmt_copy::{Engine, Memcpy2D, Outcome, PassReason, Request, Side2D};
 use mock::{Context, Kind, Memory, within_30_s};
 
 const STAGED: Outcome = Outcome::Staged(0);
 const ALONE: Outcome = Outcome::Pass(PassReason::Alone);
 const SAMPLED: Outcome = Outcome::Pass(PassReason::Sampled);
 const MIB: usize = 1 << 20;
+/// Downloads of this length need a pace.
+const SHORT_DOWN: usize = 64 << 10;
 
 /// A guarded engine that would stage all of it, and host and device memory of so many bytes.
 fn rig(context: &Context, bytes: usize) -> (Engine, Memory, Memory) {
@@ -27,42 +29,76 @@ fn rig(context: &Context, bytes: usize) -> (Engine, Memory, Memory) {
 
 /// As a hook does it.
 fn copy(engine: &Engine, function: usize, to: u64, from: u64, bytes: usize) -> Outcome {
-    let outcome = mock::call(engine, function, to, from, bytes, 0);
-    let to_host = function == mock::DTOH;
-    if outcome == SAMPLED {
-        engine.note_stock(to_host, bytes, Duration::from_millis(1));
+    let request = Request {
+        function,
+        dst: to,
+        src: from,
+        bytes,
+        stream: 0,
+    };
+    // SAFETY: the tests pass memory of their own that outlives the call.
+    let told = unsafe { engine.copy_and_tell(&request) };
+    if told.outcome == SAMPLED {
+        engine.note_stock(told.to_host, bytes, Duration::from_millis(1));
     }
-    if outcome != STAGED {
-        cmt_copy::note_paced(to_host);
+    if told.outcome != STAGED && told.is_paced {
+        cmt_copy::note_paced(told.to_host);
     }
-    outcome
+    told.outcome
+}
+
+/// Copies until one is staged: the scheduler may come between two of them.
+fn copy_in_a_row(engine: &Engine, function: usize, to: u64, from: u64, bytes: usize) {
+    while copy(engine, function, to, from, bytes) != STAGED {}
 }
 
 #[test]
 fn in_a_row_they_are_staged_and_after_a_pause_none_is() {
     let context = Context::new();
     // By functions that say where they copy to, and by one that leaves it to the addresses.
-    for (function, bytes) in [(mock::HTOD, MIB), (mock::ANY, MIB), (mock::DTOH, 64 << 10)] {
+    for (function, bytes, to_host) in [
+        (mock::HTOD, MIB, false),
+        (mock::ANY, MIB, false),
+        (mock::DTOH, SHORT_DOWN, true),
+        (mock::ANY, SHORT_DOWN, true),
+    ] {
         let (engine, mut host, mut device) = rig(&context, bytes);
         let (mut from, mut to) = (host.address(), device.address());
-        if function == mock::DTOH {
+        if to_host {
             (from, to) = (to, from);
         }
         within_30_s(|| {
             context.make_current();
             assert_eq!(copy(&engine, function, to, from, bytes), ALONE, "the first");
-            // The scheduler may come between two of them.
-            while copy(&engine, function, to, from, bytes) != STAGED {}
+            copy_in_a_row(&engine, function, to, from, bytes);
             thread::sleep(Duration::from_millis(1));
             assert_eq!(copy(&engine, function, to, from, bytes), ALONE);
         });
-        let (copied, seed) = match function {
-            mock::DTOH => (&host, 0),
-            _ => (&device, 7),
+        context.legacy.finish();
+        let (copied, seed) = match to_host {
+            true => (&host, 0),
+            false => (&device, 7),
         };
         assert_eq!(copied.wrong(seed), None);
         engine.shutdown();
     }
+}
+
+#[test]
+fn each_direction_has_a_pace_of_its_own() {
+    let context = Context::new();
+    let (engine, mut host, mut device) = rig(&context, MIB);
+    let (host, device) = (host.address(), device.address());
+    let download = (mock::DTOH, host, device, SHORT_DOWN);
+    let upload = (mock::HTOD, device, host, MIB);
+    within_30_s(|| {
+        context.make_current();
+        for (first, then) in [(download, upload), (upload, download)] {
+            copy_in_a_row(&engine, first.0, first.1, first.2, first.3);
+            assert_eq!(copy(&engine, then.0, then.1, then.2, then.3), ALONE);
+        }
+    });
+    engine.shutdown();
 }
 
 #[test]
@@ -92,12 +128,12 @@ fn another_threads_copies_are_not_taken_for_ones_own() {
     engine.shutdown();
 }
 
-/// 300 KiB with a gap after each row.
+/// 300 KiB up and 90 KiB down, with a gap after each row.
 #[test]
 fn short_rectangles_need_a_pace_too() {
     let context = Context::new();
     let (engine, mut host, mut device) = rig(&context, MIB);
-    let (width, pitch, rows) = (3 << 10, 4 << 10, 100);
+    let (width, pitch) = (3 << 10, 4 << 10);
     let side = |memory_type, address: u64| Side2D {
         memory_type,
         host: address,
@@ -107,18 +143,21 @@ fn short_rectangles_need_a_pace_too() {
         y: 0,
         array: 0,
     };
-    let copy = Memcpy2D {
-        src: side(1, host.address()),
-        dst: side(2, device.address()),
-        width_bytes: width,
-        height: rows,
-    };
+    let (host, device) = (side(1, host.address()), side(2, device.address()));
     within_30_s(|| {
         context.make_current();
-        for _ in 0..20 {
-            thread::sleep(Duration::from_millis(1));
-            // SAFETY: both sides are as long as the rectangle.
-            assert_eq!(unsafe { engine.copy_2d(mock::ROWS, &copy, 0) }, ALONE);
+        for (src, dst, height) in [(host, device, 100), (device, host, 30)] {
+            let copy = Memcpy2D {
+                src,
+                dst,
+                width_bytes: width,
+                height,
+            };
+            for _ in 0..20 {
+                thread::sleep(Duration::from_millis(1));
+                // SAFETY: both sides are as long as the rectangle.
+                assert_eq!(unsafe { engine.copy_2d(mock::ROWS, &copy, 0) }, ALONE);
+            }
         }
     });
     engine.shutdown();

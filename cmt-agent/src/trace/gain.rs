@@ -100,7 +100,7 @@ impl Gain {
         let mut rates = [(0u64, 0u64); 2];
         let mut saved_ns = 0.0;
         let mut calls = 0;
-        let (mut staged, mut paced, mut paced_ns) = (0, 0, 0u64);
+        let (mut staged, mut paced_ns) = (0, 0u64);
         for (key, stat) in copies {
             let way = match Direction::from_raw(key.direction) {
                 Direction::HtoD => 0,
@@ -123,7 +123,6 @@ impl Gain {
             }
             // Nobody has seen whether they come in a row, and one at a time short ones are left to the driver.
             if cmt_copy::is_paced(way == 1, bytes) {
-                paced += stat.count();
                 paced_ns = stat.total_ns.saturating_add(paced_ns);
                 continue;
             }
@@ -166,7 +165,7 @@ impl Gain {
                 Some(0.0),
                 "nothing to gain: it may use one CPU only, and staging takes two".into(),
             )
-        } else if paced > 0
+        } else if paced_matter
             && means.threads > 1
             && (staged == 0 || is_mostly_paced && speed.is_some() && is_little)
         {
@@ -369,7 +368,13 @@ mod tests {
             Direction::HtoD,
             MemoryKind::Pageable,
             1 << 20,
-            &[140_000; 10],
+            &[140_000; 1000],
+        );
+        let seldom = copies(
+            Direction::DtoH,
+            MemoryKind::Pageable,
+            64 << 10,
+            &[20_000; 10],
         );
         let slow = copies(
             Direction::DtoH,
@@ -381,6 +386,7 @@ mod tests {
             (&pinned, means(16), "no copies of pageable", Some(0.0)),
             (&small, means(16), "small", Some(0.0)),
             (&short, means(16), "in a row", None),
+            (&seldom, means(16), "small", Some(0.0)),
             (&slow, means(1), "one CPU", Some(0.0)),
             (
                 &slow,

@@ -106,7 +106,7 @@ pub fn print(gpu: &Gpu, cpus: u32, largest: usize, buffers: [*mut u8; 2]) {
                 let kernel = if is_busy { SPIN_NS as f64 / 1e3 } else { 0.0 };
                 let gain = (stock[1] - kernel) / (staged[1] - kernel);
                 println!(
-                    "{name}: stock returns after {:>9.1}, idle after {:>9.1} us, staged {:>9.1} and {:>9.1}: {gain:.2} times",
+                    "{name}: stock returns after {:>9.1}, idle after {:>9.1} us, attached {:>9.1} and {:>9.1}: {gain:.2} times",
                     stock[0], stock[1], staged[0], staged[1]
                 );
                 if least.as_ref().is_none_or(|(least, _)| gain < *least) {

@@ -388,7 +388,7 @@ fn main() {
         Some("flavours") => {
             return flavours::print(&gpu, cpus, largest, [host, target.as_mut_ptr()]);
         }
-        Some("pace") => return pace::print(&gpu, plan, [host, target.as_mut_ptr()]),
+        Some("pace") => return pace::print(&gpu, plan, largest, [host, target.as_mut_ptr()]),
         Some("rows") => return rows::print(&gpu, cpus, host),
         Some("link") => return link::print(&gpu, host),
         Some("pair") => return pair::print(&gpu, cpus, largest),

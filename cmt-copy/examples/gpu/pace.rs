@@ -34,7 +34,8 @@ enum Pace {
 }
 
 /// Prints a line for each size and pace, by the rows of `plan`.
-pub fn print(gpu: &Gpu, plan: Plan, buffers: [*mut u8; 2]) {
+pub fn print(gpu: &Gpu, plan: Plan, largest: usize, buffers: [*mut u8; 2]) {
+    assert!(largest >= 16 << 20, "16 buffers of 1 MiB");
     let spin = Spin::load(gpu);
     println!("times as fast as stock until the call returns and until the device is idle");
     println!("                           stock, us     all staged   attached");

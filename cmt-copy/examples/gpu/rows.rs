@@ -20,7 +20,8 @@ pub fn print(gpu: &Gpu, cpus: u32, host: *mut u8) {
     };
     for to_host in [false, true] {
         for total in [
-            256u64 << 10,
+            64u64 << 10,
+            256 << 10,
             512 << 10,
             1 << 20,
             4 << 20,
