@@ -314,6 +314,7 @@ fn a_wrong_byte_is_said_loudly() {
     let Some(_turn) = require(Rung::StandIn) else {
         return;
     };
+    // The shortest that are staged, in a row only.
     let mut command = bench(&["--quick", "--json", "--largest", "64KiB"]);
     command.env("STANDIN_CORRUPT_EVERY", "1");
     let finished = finish(spawn(command));

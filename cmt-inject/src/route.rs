@@ -512,6 +512,14 @@ mod tests {
         assert_eq!(passed(PassReason::NotHostToDevice), 1);
         assert_eq!(sync_copy::<0>(1, 2, 1000), 1000, "short, the first");
         assert_eq!(passed(PassReason::Alone), 1);
+        // Downloads in a row are looked into: what came before was noted as such.
+        (plan.dtoh[0], plan.dtoh[1]) = (plan.htod[0], plan.htod[1]);
+        set_plan(control, plan);
+        let is_looked_into = (0..100_000).any(|_| {
+            sync_copy::<2>(1, 2, 64 << 10);
+            passed(PassReason::NotHostToDevice) > 1
+        });
+        assert!(is_looked_into);
         assert!(disable(Duration::ZERO));
         assert_eq!(sync_copy::<0>(1, 2, 999), 999);
         assert_eq!(passed(PassReason::Disabled), 1);

@@ -16,7 +16,7 @@ use nix::time::{ClockId, clock_gettime};
 use super::cpu;
 use super::device::{self, CudaError, DeviceBuffer};
 use super::mapping::Mapping;
-use super::wire::{Batch, Cell, Direction, Memory, Reply, Request};
+use super::wire::{self, Batch, Cell, Direction, Memory, Reply, Request};
 
 /// Helpers of the payload spin for a while after a copy. It counts as the copy's processor time.
 const UNTIL_HELPERS_SLEEP: Duration = Duration::from_millis(6);
@@ -104,7 +104,7 @@ impl Buffers {
         })
     }
 
-    /// One copy that is checked and not counted, which also starts what there is to start, then the timed ones.
+    /// Copies that are checked and not counted, which also start what there is to start, then the timed ones.
     fn measure(&mut self, cell: &Cell) -> anyhow::Result<Batch> {
         let wrong_at = self.check(cell)?;
         thread::sleep(UNTIL_HELPERS_SLEEP);
@@ -180,15 +180,22 @@ impl Buffers {
         }
     }
 
-    /// Makes one copy and finds the first byte that did not arrive. The other half of its way goes through pinned
-    /// memory, which the payload leaves to the driver.
+    /// Makes a few copies and finds the first byte of the last one that did not arrive. The other half of its way goes through
+    /// pinned memory, which the payload leaves to the driver.
     fn check(&mut self, cell: &Cell) -> anyhow::Result<Option<usize>> {
         let end = cell.bytes;
+        let before = wire::copies_to_check(cell.direction, cell.memory, end as u64) - 1;
         match cell.direction {
             Direction::HtoD => {
                 self.device.clear(end)?;
                 let mut fresh = self.fresh(cell)?;
                 self.pinned[..end].copy_from_slice(&self.pattern[..end]);
+                if before > 0 {
+                    self.sink[..end].fill(0);
+                }
+                for _ in 0..before {
+                    self.device.write(&self.sink[..end])?;
+                }
                 self.copy(cell, fresh.as_deref_mut())?;
                 device::synchronize()?;
                 self.pinned[..end].fill(0);
@@ -199,6 +206,9 @@ impl Buffers {
                 self.pinned[..end].copy_from_slice(&self.pattern[..end]);
                 self.device.write(&self.pinned[..end])?;
                 device::synchronize()?;
+                for _ in 0..before {
+                    self.copy(cell, None)?;
+                }
                 match cell.memory {
                     Memory::Pinned => self.pinned[..end].fill(0),
                     Memory::Reused => self.sink[..end].fill(0),

@@ -297,8 +297,8 @@ impl Run<'_> {
 /// Puts the passes together; `tuned` comes with the number of copies that were staged.
 fn cells(stock: &Pass, tuned: &(Pass, BTreeMap<Key, u64>), again: &Pass) -> Vec<Cell> {
     let staged = |key: &Key, batch: &Batch| {
-        // One more was made to check the bytes.
-        let made = batch.idle_ns.len() + 1;
+        let &(direction, memory, bytes) = key;
+        let made = batch.idle_ns.len() + wire::copies_to_check(direction, memory, bytes);
         tuned
             .1
             .get(key)

@@ -44,6 +44,15 @@ impl Memory {
     }
 }
 
+/// Copies that are made to check those of one kind, by the last of them. Short ones are staged only where they come in a row.
+pub fn copies_to_check(direction: Direction, memory: Memory, bytes: u64) -> usize {
+    let is_short = cmt_copy::is_paced(direction == Direction::DtoH, bytes);
+    match is_short && memory == Memory::Reused {
+        true => 8,
+        false => 1,
+    }
+}
+
 /// What is asked of the process.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
