@@ -14,7 +14,7 @@ pub const OTHER: u32 = 61_002;
 pub const ROOT: u32 = 0;
 
 pub const LIBRARY: &str = "libcuda.so.1";
-pub const BYTES: [&str; 4] = ["--bytes", "64K", "--pause-ms", "1"];
+pub const BYTES: [&str; 4] = ["--bytes", "128K", "--pause-ms", "1"];
 
 /// A folder in which any user may run `cmt` and a victim.
 pub struct Place {
