@@ -38,6 +38,7 @@ pub use cmt_common::control::{PassReason, Plan, PlanRow};
 use crate::classify::Span;
 pub use crate::driver::{Driver, DriverError};
 use crate::guard::{Guard, Turn};
+pub use crate::pace::is_paced;
 use crate::plan::{PlanCell, THREADS_MAX};
 use crate::pool::{Lanes, Wanted};
 use crate::rows::Rectangle;
@@ -459,11 +460,6 @@ impl Wish {
             stream,
         })
     }
-}
-
-/// Whether a guarded engine stages copies of this kind only where they come in a row.
-pub fn is_paced(to_host: bool, bytes: u64) -> bool {
-    pace::is_short(to_host, bytes)
 }
 
 /// The original function has returned on this thread, for a call in this direction that is paced ([`Told::is_paced`]).

@@ -67,7 +67,8 @@ impl Pace {
     }
 }
 
-pub(crate) fn is_short(to_host: bool, bytes: u64) -> bool {
+/// Whether a guarded engine stages copies of this kind only where they come in a row.
+pub fn is_paced(to_host: bool, bytes: u64) -> bool {
     bytes < SHORT_BELOW_BYTES[usize::from(to_host)]
 }
 
